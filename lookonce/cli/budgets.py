@@ -15,7 +15,7 @@ from lookonce.engine.process import grammar
 from lookonce.engine.process.grammar_worker import GrammarLimits
 from lookonce.frontend.sampling_params import MAX_CHOICES
 from lookonce.frontend.tools.calls import MAX_SCHEMA_VALUES, MAX_TOOLS
-from lookonce.render.media import cost, pdf, pool
+from lookonce.render.media import address_guard, cost, fetch, pdf, pool
 from lookonce.render.media.processing import MAX_CHANNELS
 from lookonce.render.prompt import long_texts
 from lookonce.render.prompt.messages import MAX_ARGUMENT_VALUES
@@ -91,6 +91,10 @@ BUDGETS = (
     Budget("requests waiting in the engine", _option("max_queue"), "requests", "tenant",
            f"429; of all tenants {MAX_SHARES} times as many"),
     Budget("computing prompts", "turns", "tokens", "tenant", "waits for the others' turns"),
+    Budget("answers that generate side by side", "turns where a step would take others too long",
+           "sequences", "tenant", "waits for the others' turns"),
+    Budget("KV blocks", "as many for its weight as others, where these wait", "blocks", "tenant",
+           "its latest answers are preempted, never its earliest"),
     Budget("stored responses and conversations", _option("response_store_gb"), "GiB", "process",
            "the tenant that has most loses what it used least recently"),
     # of a request
@@ -130,13 +134,15 @@ BUDGETS = (
     # texts
     Budget("text", "what the context can hold", "places where a token must end", "request",
            "400 before it is tokenized"),
-    Budget("threads for long texts and large chats", max(1, long_texts.THREADS - 1), "threads",
-           "tenant", "waits"),
-    Budget("long texts and large chats waiting", long_texts.MAX_WAITING, "texts", "tenant",
+    Budget("threads for long texts, large chats and bodies", max(1, long_texts.THREADS - 1),
+           "threads", "tenant", "waits"),
+    Budget("long texts, large chats and bodies waiting", long_texts.MAX_WAITING, "texts", "tenant",
            "429"),
     # media
     Budget("file", _option("max_media_bytes"), "bytes", "item", "413"),
     Budget("time of a fetch", _option("media_timeout"), "s", "item", "422"),
+    Budget("fetches at a time", fetch.MAX_FETCHES, "fetches", "tenant", "waits"),
+    Budget("names looked up at a time", address_guard.MAX_LOOKUPS, "names", "tenant", "waits"),
     Budget("picture", _option("max_image_pixels"), "pixels", "item", "413 by its header"),
     Budget("sound", _option("max_audio_seconds"), "s", "item", "413"),
     Budget("film", _option("max_video_seconds"), "s", "item", "413 by its header"),

@@ -3,7 +3,8 @@
 Every sequence that decodes comes first, then running prompts in chunks, then waiting sequences that
 are admitted; each group in order of arrival, except that a sequence which got nothing may go first
 in the next step (`Fairness`). Where prompts of several tenants wait, tenants take turns, and each
-one's prompts are planned in that order (`TenantPass`).
+one's prompts are planned in that order (`TenantPass`); one that decodes many sequences beside
+another tenant decodes some of them in a step (`DecodeShares`).
 
 Every request finishes: a decode gets its block by preempting later arrivals; a prompt gets all its
 blocks when it is admitted; no sequence is admitted that could take tokens or room that a running
@@ -16,6 +17,7 @@ from collections import deque
 from collections.abc import Collection, Iterable
 
 from lookonce.config import SchedulerConfig
+from lookonce.core.decode_shares import DecodeShares
 from lookonce.core.encoder_scheduling import (
     EncodeOwners,
     EncoderPrefetcher,
@@ -69,6 +71,7 @@ class Planner:
         self._was_stalled = False
         """In the last step a running prompt waited for tokens or room."""
         self.session_eviction = SessionEviction(state)
+        self.decode_shares = DecodeShares(state)
         self.encode_owners: EncodeOwners = []
         """Of the last plan's encoder runs."""
         self.encodes_from = 0.0
@@ -116,11 +119,13 @@ class Planner:
         self.session_eviction.next_time = None
         decodes = self._queues.decoding.head(step.tokens)
         if decodes:
+            decodes = self.decode_shares.choose(decodes, self.step_id + 1)
+        if decodes:
             self._grow_decodes(decodes)
         first = self._plan_first(step) if fairness.starved else None
         needy = None
-        if first is None and self._queues.num_active >= self._max_num_seqs:
-            needy = self._preemption.make_place(self._max_num_seqs, self._admission.blocks_wanted)
+        if first is None:
+            needy = self._make_way()
         if decodes:
             self._plan_decodes(decodes, step)
         if needy is not None and step.tokens > 0 and self._try_admit(needy, step):
@@ -137,6 +142,15 @@ class Planner:
         if step.starved or fairness.starved:
             fairness.note_starved(step.starved)
         return step
+
+    def _make_way(self) -> Sequence | None:
+        """The waiting sequence for which others were preempted, if any."""
+        if not self._queues.waiting:
+            return None
+        wanted = self._admission.blocks_wanted
+        if self._queues.num_active >= self._max_num_seqs:
+            return self._preemption.make_place(self._max_num_seqs, wanted)
+        return self._preemption.make_room(wanted)
 
     def _grow_decodes(self, decodes: list[Sequence]) -> None:
         """One more block for each decode whose last block is full.

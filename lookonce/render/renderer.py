@@ -15,11 +15,11 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -87,6 +87,8 @@ from lookonce.types.request_validation import (
 )
 from lookonce.types.sampling import SamplingParams
 
+T = TypeVar("T")
+
 
 class Renderer:
     """One per API process, used on its event loop.
@@ -149,6 +151,11 @@ class Renderer:
 
     # --- prompts ------------------------------------------------------------------------------
 
+    async def in_turn_if(self, large: bool, tenant: str, work: Callable[[], T]) -> T:
+        """The result of `work` on what a client sent: where that is `large` in a thread, when it is
+        the tenant's turn beside its long texts. Raises `QueueFullError` and what `work` raises."""
+        return await self._encoder.in_turn_if(large, tenant, work)
+
     async def render_chat(
         self,
         messages: Sequence[object],
@@ -172,7 +179,7 @@ class Renderer:
             named = self._family.modalities
             placeholder_ids = {each: self._family.placeholder_token_id(each) for each in named}
         large = has_many_values(messages, chosen.tools, chosen.chat_template_kwargs)
-        chat = await self._encoder.in_turn_if(
+        chat = await self.in_turn_if(
             large,
             tenant,
             lambda: read_messages(
@@ -182,7 +189,7 @@ class Renderer:
         scope = scope_digest(tenant, cache_salt)
         if chat.documents:
             contents = await self._read_documents(chat.documents, scope, tenant)
-            chat = await self._encoder.in_turn_if(
+            chat = await self.in_turn_if(
                 True,
                 tenant,
                 lambda: read_messages(

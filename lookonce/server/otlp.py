@@ -58,6 +58,8 @@ RETRY_SECONDS = 0.5
 """Before the first repetition; twice as long before each further one."""
 RETRIED = frozenset({429, 502, 503, 504})
 """Statuses after which OTLP says to try again."""
+MAX_ANSWER = 64 * 1024
+"""Bytes of a collector's answer that are read; nothing in it is needed."""
 SERVER_SPAN, INTERNAL_SPAN, ERROR = 2, 1, 2
 SAMPLED, KNOWS_REMOTE, IS_REMOTE = 0x1, 0x100, 0x200
 """OTLP's numbers for kinds of spans, for a status, and of its span flags."""
@@ -299,7 +301,9 @@ class TraceClient:
         deadline, wait = time.monotonic() + POST_SECONDS, RETRY_SECONDS
         while True:
             try:
-                status = self._client.post(self._url, content=body).status_code
+                with self._client.stream("POST", self._url, content=body) as response:
+                    status = response.status_code
+                    _pass_over(response)
             except httpx.TransportError as error:
                 problem = type(error).__name__
             else:
@@ -314,6 +318,16 @@ class TraceClient:
 
     def close(self) -> None:
         self._client.close()
+
+
+def _pass_over(response: httpx.Response) -> None:
+    """Read what the collector says, so that the connection can be used again; of more than
+    `MAX_ANSWER` bytes the rest is not read, and the connection is closed. Nothing is unpacked."""
+    size = 0
+    for piece in response.iter_raw():
+        size += len(piece)
+        if size > MAX_ANSWER:
+            return
 
 
 def _setting(name: str) -> str:

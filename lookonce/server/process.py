@@ -77,6 +77,10 @@ REST_BYTES, REST_CONNECTIONS = 1 << 20, 128
 """So many bytes received or connections ended are enough where nothing comes any more."""
 CUT_OFF_SECONDS = 2.0
 """For requests that are cut off to tell their clients."""
+SWITCH_SECONDS = 0.0005
+"""How long a thread may hold the interpreter while another one waits for it. The event loop waits
+each time it has looked for events: with Python's 5 ms the ten turns that a short answer takes would
+cost 50 ms while one large chat is converted or rendered in a thread."""
 ENGINE_SECONDS = 10.0
 """How long a process that was restarted waits for the engine before it takes requests, which it
 would have to refuse; the other API processes take them meanwhile."""
@@ -340,6 +344,7 @@ def main(encoder: PromptEncoder | None = None) -> None:
         signal.signal(number, signal.SIG_IGN)
     start = msgspec.json.decode(_first_line(), type=ApiStart)
     os.environ.update(start.telemetry)
+    sys.setswitchinterval(SWITCH_SECONDS)
     configure_logging(f"api {start.index}", start.config.logs)
     listen_for_samples(Path(start.config.channel.address).parent, f"api {start.index}")
     logger.info("opening %s", start.config.model.folder)

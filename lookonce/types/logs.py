@@ -92,6 +92,7 @@ _REPLACED = (
     (re.compile(r"\b(bearer|basic)\s+\S+", re.I), r"\1 …"),
     (re.compile(rf"((?:\b|_)(?:{_SECRET})\s*[=:]\s*)\S+", re.I), r"\1…"),
     (re.compile(r"\bfile:\S+", re.I), "file:…"),
+    (re.compile(r"(\w://)[^\s/?#]*@", re.I), r"\1…@"),
     (re.compile(r"(https?://[^\s/?#]+)[/?#]\S*", re.I), r"\1/…"),
     (re.compile(r"[A-Za-z0-9+/_-]{120,}={0,2}"), "…"),
 )

@@ -4,12 +4,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.attacked_server import AttackedServer, key_options
+from tests.support.attacked_server import SMALL_CACHES, AttackedServer, key_options
 from tests.support.live_server import LiveServer
 
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[AttackedServer]:
     """nano, served to two tenants."""
-    with LiveServer(*key_options()) as live:
+    with LiveServer(*key_options(), *SMALL_CACHES) as live:
         yield AttackedServer(live)

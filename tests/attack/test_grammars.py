@@ -19,7 +19,7 @@ from tests.support.attacked_server import (
     SLOWEST,
     AttackedServer,
     check_memory,
-    memory_of,
+    settled_memory,
 )
 
 NUM_REFUSED = 20
@@ -129,7 +129,7 @@ def test_hard_grammars_stall_nobody_and_leave_no_memory(server: AttackedServer):
             return {future.result().status_code for future in asked}
 
     attack(1)  # fills what the cache of grammars may hold
-    before = memory_of(server.live)
+    before = settled_memory(server.live)
     with server.canaries() as canaries:
         statuses = attack(4)
     assert statuses <= {200, 400}

@@ -14,13 +14,24 @@ from tests.support.attacked_server import (
     SLOWEST,
     AttackedServer,
     check_memory,
-    memory_of,
+    settled_memory,
 )
 
 HOPELESS = "A " * 50_000
 """Some 100,000 tokens: a check of the characters alone would let them through on nano, whose
 context is 4,096 tokens and whose longest token has 14 characters."""
 NUM_TEXTS = 20
+
+
+def hopeless(server: AttackedServer, number: int) -> httpx.Response:
+    return server.complete(ATTACKER, prompt=HOPELESS + str(number))
+
+
+def check_refused(response: httpx.Response) -> None:
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert (error["code"], error["param"]) == ("context_length_exceeded", "prompt")
+    assert "the prompt has at least" in error["message"]
 
 
 def slowest_health(server: AttackedServer, running: list[Future[httpx.Response]]) -> float:
@@ -35,23 +46,24 @@ def slowest_health(server: AttackedServer, running: list[Future[httpx.Response]]
 
 
 def test_hopeless_texts_are_refused_at_once(server: AttackedServer):
-    """They were refused after they had been tokenized, which counts their tokens exactly, and
-    `/health` and every stream waited meanwhile."""
+    """They were refused after they had been tokenized, which counts their tokens exactly."""
     with server.canaries() as canaries, ThreadPoolExecutor(NUM_TEXTS) as attackers:
-        asked = [
-            attackers.submit(server.complete, ATTACKER, prompt=HOPELESS + str(number))
-            for number in range(NUM_TEXTS)
-        ]
+        for response in attackers.map(lambda n: hopeless(server, n), range(NUM_TEXTS)):
+            check_refused(response)
+    canaries.check()
+
+
+@pytest.mark.attack
+def test_hopeless_texts_delay_nobody(server: AttackedServer):
+    """`/health` and every stream waited while they were tokenized."""
+    with server.canaries() as canaries, ThreadPoolExecutor(NUM_TEXTS) as attackers:
+        asked = [attackers.submit(hopeless, server, number) for number in range(NUM_TEXTS)]
         slowest = slowest_health(server, asked)
         for future in asked:
-            response = future.result()
-            assert response.status_code == 400
-            assert response.json()["error"]["code"] == "context_length_exceeded"
-            assert response.json()["error"]["param"] == "prompt"
-            assert "the prompt has at least" in response.json()["error"]["message"]
+            check_refused(future.result())
     canaries.check()
-    assert slowest < 5
-    assert canaries.slowest < 10
+    assert slowest < SLOWEST
+    assert canaries.slowest < SLOWEST
 
 
 @pytest.mark.parametrize("route", ["/v1/chat/completions", "/tokenize"])
@@ -67,14 +79,18 @@ def test_they_are_refused_on_every_route(server: AttackedServer, route):
 @pytest.mark.attack
 def test_texts_that_only_tokenizing_can_judge_delay_nobody(server: AttackedServer):
     """White space alone: its tokens may be long, so nothing can be said before."""
-    texts = [" " * (100_000 - number) for number in range(NUM_TEXTS)]
-    server.complete(ATTACKER, prompt=texts[0])
-    before = memory_of(server.live)
-    with server.canaries() as canaries, ThreadPoolExecutor(NUM_TEXTS) as attackers:
-        asked = [attackers.submit(server.complete, ATTACKER, prompt=text) for text in texts]
-        slowest = slowest_health(server, asked)
-        assert {future.result().status_code for future in asked} == {400}
-    canaries.check()
-    assert slowest < SLOWEST
-    assert canaries.slowest < SLOWEST
+
+    def attack() -> None:
+        texts = [" " * (100_000 - number) for number in range(NUM_TEXTS)]
+        with server.canaries() as canaries, ThreadPoolExecutor(NUM_TEXTS) as attackers:
+            asked = [attackers.submit(server.complete, ATTACKER, prompt=text) for text in texts]
+            slowest = slowest_health(server, asked)
+            assert {future.result().status_code for future in asked} == {400}
+        canaries.check()
+        assert slowest < SLOWEST
+        assert canaries.slowest < SLOWEST
+
+    attack()
+    before = settled_memory(server.live)
+    attack()
     check_memory(server.live, before)

@@ -108,6 +108,59 @@ def test_two_tenants_do_not_take_places_from_each_other_in_turn() -> None:
     assert engine.scheduler.stats()["num_preemptions_total"] <= 12
 
 
+FEW_BLOCKS = replace(LIMITS, num_blocks=120)
+"""Fewer than eight long answers need."""
+
+
+def test_nor_for_long_answers_that_have_all_blocks() -> None:
+    engine = Engine(FEW_BLOCKS)
+    for number in range(6):
+        engine.add(answering("many", f"m{number}", 300, float(number)))
+    while engine.scheduler.stats()["num_preemptions_total"] == 0:
+        engine.step()
+    engine.step()
+    for number in range(3):
+        engine.add(answering("one", f"one{number}", 5, 100.0 + number))
+    done = first_token_steps(engine)
+    assert max(done[f"one{number}"] for number in range(3)) <= 24
+    assert min(step for name, step in done.items() if name.startswith("m")) > 60
+    engine.assert_all_free()
+
+
+def test_an_answer_that_grows_takes_no_blocks_from_a_tenant_with_fewer() -> None:
+    engine = Engine(FEW_BLOCKS)
+    for number in range(6):
+        engine.add(answering("many", f"m{number}", 300, float(number)))
+    engine.add(answering("one", "one", 100, 100.0))  # the latest arrival
+    done = first_token_steps(engine)
+    assert engine.scheduler.stats()["num_preemptions_total"] > 0
+    assert done["one"] <= 102
+    engine.assert_all_free()
+
+
+def test_the_earliest_of_a_tenant_keeps_its_blocks() -> None:
+    """However many short ones of another tenant come, a request that needs most blocks ends."""
+    engine = Engine(FEW_BLOCKS)
+    engine.add(answering("large", "large", 400, 0.0))
+    for _ in range(300):
+        engine.step()
+    for number in range(30):
+        engine.add(answering("small", f"s{number}", 40, 100.0 + number))
+    done = first_token_steps(engine)
+    assert done["large"] <= 110
+    engine.assert_all_free()
+
+
+def test_two_tenants_do_not_take_blocks_from_each_other_in_turn() -> None:
+    engine = Engine(replace(FEW_BLOCKS, prefix_caching=False))
+    for number in range(6):
+        for tenant in "ab":
+            engine.add(answering(tenant, f"{tenant}{number}", 150, float(number)))
+    assert len(first_token_steps(engine)) == 12
+    assert engine.scheduler.stats()["num_preemptions_total"] <= 40
+    engine.assert_all_free()
+
+
 def test_what_a_session_was_charged_for_is_not_charged_again_at_its_end() -> None:
     engine = Engine(LIMITS)
     engine.scheduler.add(of("a", "session", 4, 0.0), {}, live=True)

@@ -27,6 +27,17 @@ POD = yaml.safe_load((BASE / "deployment.yaml").read_text())["spec"]["template"]
 (CONTAINER,) = POD["containers"]
 UNIT = (DEPLOY / "lookonce.service").read_text()
 COMPOSE = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
+JAEGER_LISTENS = (
+    "ADMIN_HTTP_HOST_PORT",
+    "COLLECTOR_GRPC_SERVER_HOST_PORT",
+    "COLLECTOR_HTTP_SERVER_HOST_PORT",
+    "COLLECTOR_OTLP_GRPC_HOST_PORT",
+    "COLLECTOR_OTLP_HTTP_HOST_PORT",
+    "HTTP_SERVER_HOST_PORT",
+    "QUERY_GRPC_SERVER_HOST_PORT",
+    "QUERY_HTTP_SERVER_HOST_PORT",
+)
+"""Of jaeger-all-in-one: by default each is a port of every address of the host."""
 DRAIN_SECONDS = 30 + DRAIN_GRACE
 
 
@@ -130,6 +141,19 @@ def test_the_unit_waits_for_ready_drains_and_reloads():
     assert settings["ExecReload"] == "/bin/kill -HUP $MAINPID"
 
 
+def test_the_unit_reads_the_keys_of_now_when_it_reloads():
+    """systemd fills `CREDENTIALS_DIRECTORY` when a service starts, and not again."""
+    lines = re.findall(r"(?m)^(Exec\w+)=(.*)$", UNIT)
+    (start,) = (command for kind, command in lines if kind == "ExecStart")
+    keys = start.split("--api-key-file ")[1].split()[0]
+    assert "CREDENTIALS_DIRECTORY" not in keys
+    copies = [kind for kind, command in lines if f"/etc/lookonce/keys {keys}" in command]
+    assert copies == ["ExecStartPre", "ExecReload"]
+    assert [kind for kind, _ in lines].index("ExecReload") < [c for _, c in lines].index(
+        "/bin/kill -HUP $MAINPID"
+    )
+
+
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed")
 def test_systemd_understands_the_unit(tmp_path):
     unit = tmp_path / "lookonce.service"
@@ -144,6 +168,14 @@ def test_systemd_understands_the_unit(tmp_path):
 def test_services_of_compose_are_for_this_machine_alone():
     assert {"lookonce", "valkey", "prometheus", "grafana"} <= set(COMPOSE)
     assert "127.0.0.1" in COMPOSE["valkey"]["command"]
+    jaeger = COMPOSE["jaeger"]["environment"]
+    assert {name: jaeger[name].split(":") for name in JAEGER_LISTENS} == {
+        name: ["127.0.0.1", jaeger[name].split(":")[1]] for name in JAEGER_LISTENS
+    }
+    grafana = COMPOSE["grafana"]["environment"]  # by default "admin" has the password "admin"
+    assert grafana["GF_SECURITY_DISABLE_INITIAL_ADMIN_CREATION"] == "true"
+    assert grafana["GF_AUTH_DISABLE_LOGIN_FORM"] == "true"
+    assert grafana["GF_AUTH_BASIC_ENABLED"] == "false"
     server = COMPOSE["lookonce"]
     assert (ROOT / server["build"]["dockerfile"]).is_file()
     assert server["environment"]["LOOKONCE_HOST"] == "127.0.0.1"

@@ -5,12 +5,20 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import socket
+import threading
+from collections import Counter
 from collections.abc import Callable
 
 import pytest
 
 from lookonce.errors import MediaForbiddenError, RequestError, UnprocessableMediaError
-from lookonce.render.media.address_guard import GuardedBackend, IPAddress, is_any, is_public
+from lookonce.render.media.address_guard import (
+    MAX_LOOKUPS,
+    GuardedBackend,
+    IPAddress,
+    is_any,
+    is_public,
+)
 from lookonce.render.media.fetch import Fetcher
 from tests.support.render.origin import Answer, origin
 
@@ -109,6 +117,45 @@ def test_a_redirect_to_a_private_address_is_forbidden(where: str) -> None:
             await client.aclose()
 
     asyncio.run(scenario())
+
+
+def test_names_that_nobody_answers_take_no_lookup_from_another_tenant(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begun, may_end, asked = threading.Event(), threading.Event(), Counter[str]()
+
+    def resolve(host: str, port: int, **options: object) -> list[tuple[object, ...]]:
+        asked[host.partition("-")[0]] += 1
+        if host.startswith("slow"):
+            begun.set()
+            may_end.wait()
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", port))]
+
+    async def scenario() -> None:
+        async with origin({"/": Answer(b"public")}) as site:
+            client = Fetcher(timeout=30, max_bytes=1000, backend=GuardedBackend(is_any))
+            slow = [
+                asyncio.create_task(
+                    client.fetch(f"http://slow-{number}.example:{site.port}/", tenant="slow")
+                )
+                for number in range(100)
+            ]
+            await asyncio.to_thread(begun.wait)
+            for task in slow[:10]:  # their lookups go on though nobody waits for them
+                task.cancel()
+            async with asyncio.timeout(10):
+                url = f"http://quick-one.example:{site.port}/"
+                assert await client.fetch(url, tenant="other") == b"public"
+            assert asked["slow"] <= MAX_LOOKUPS
+            may_end.set()
+            assert set(await asyncio.gather(*slow[10:])) == {b"public"}
+            await client.aclose()
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    try:
+        asyncio.run(scenario())
+    finally:
+        may_end.set()
 
 
 def test_what_was_checked_is_what_is_connected_to() -> None:

@@ -16,7 +16,7 @@ from lookonce.errors import (
     UnprocessableMediaError,
 )
 from lookonce.render.media.address_guard import GuardedBackend, is_any
-from lookonce.render.media.fetch import MAX_REDIRECTS, Fetcher
+from lookonce.render.media.fetch import MAX_CONNECTIONS, MAX_FETCHES, MAX_REDIRECTS, Fetcher
 from lookonce.render.media.fetch_cache import FetchCache
 from tests.support.render.origin import Answer, Handler, Origin, Request, origin
 
@@ -54,6 +54,59 @@ def test_the_body_behind_a_url() -> None:
     body, site = fetch({"/cat.png?size=2": Answer(BODY)}, "/cat.png?size=2")
     assert body == BODY
     assert site.requests[0].headers["host"] == f"127.0.0.1:{site.port}"
+
+
+class SlowHost:
+    """Answers "/" at once, and so many other paths when it `may_answer`."""
+
+    def __init__(self, num_paths: int) -> None:
+        self.paths = [f"/{number}" for number in range(num_paths)]
+        self.num_asked = 0
+        self.full = asyncio.Event()
+        """So many are asked as one tenant may ask."""
+        self.may_answer = asyncio.Event()
+        self.answers: dict[str, Answer | Handler] = dict.fromkeys(self.paths, self._answer)
+        self.answers["/"] = Answer(BODY)
+
+    def _answer(self, _request: Request) -> Answer:
+        self.num_asked += 1
+        if self.num_asked == MAX_FETCHES:
+            self.full.set()
+        return Answer(BODY, hold=self.may_answer)
+
+
+def test_slow_hosts_of_one_tenant_take_no_connection_from_another() -> None:
+    async def scenario() -> None:
+        host = SlowHost(2 * MAX_CONNECTIONS)
+        async with origin(host.answers) as site, open_fetcher() as fetcher:
+            slow = [
+                asyncio.create_task(fetcher.fetch(site.url(path), tenant="slow"))
+                for path in host.paths
+            ]
+            await host.full.wait()
+            async with asyncio.timeout(10):
+                assert await fetcher.fetch(site.url(), tenant="other") == BODY
+            assert host.num_asked == MAX_FETCHES
+            host.may_answer.set()
+            assert await asyncio.gather(*slow) == [BODY] * len(slow)
+
+    asyncio.run(scenario())
+
+
+def test_a_fetch_whose_client_leaves_gives_its_place_to_the_next() -> None:
+    async def scenario() -> None:
+        host = SlowHost(MAX_FETCHES + 8)
+        async with origin(host.answers) as site, open_fetcher() as fetcher:
+            slow = [asyncio.create_task(fetcher.fetch(site.url(path))) for path in host.paths]
+            last = asyncio.create_task(fetcher.fetch(site.url()))
+            await host.full.wait()
+            for task in slow:
+                task.cancel()
+            await asyncio.gather(*slow, return_exceptions=True)
+            assert await last == BODY
+            host.may_answer.set()
+
+    asyncio.run(scenario())
 
 
 def test_nothing_compressed_is_asked_for() -> None:

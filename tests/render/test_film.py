@@ -18,6 +18,7 @@ from lookonce.errors import BadRequestError, RequestError, TooLargeError, Unproc
 from lookonce.render.families.arrays import ArrayMemory
 from lookonce.render.families.film import FilmInfo, QwenFilms, picture_film
 from lookonce.render.media.cost import CostLimits, estimate_cost, picture_size
+from lookonce.render.media.film import Films
 from lookonce.render.media.film_decoding import FilmLimits, decode_frames, index_film
 from lookonce.render.media.loader import media_source
 from lookonce.render.media.processing import MediaJob
@@ -213,6 +214,24 @@ def test_a_bad_film_is_refused_and_named(renderer, part, error, message):
     with pytest.raises(error, match=message) as refused:
         render(renderer, text, part)
     assert refused.value.message.startswith("messages[0].content[1]")
+
+
+def test_frames_that_are_too_large_together_are_not_all_loaded():
+    """Each of them may be as large as a whole film."""
+    loaded = []
+
+    class Site:
+        async def load(self, source, scope, tenant=""):
+            loaded.append(source.value)
+            await asyncio.sleep(0)
+            return bytes(1000)
+
+    urls = [f"https://a.example/{number}.png" for number in range(500)]
+    source = media_source({"type": "video", "video": urls}, "messages[0].content[0]")
+    opened = Films(films("qwen2"), Site(), MediaConfig(max_bytes=10_000))
+    with pytest.raises(TooLargeError, match="larger than 10000 bytes"):
+        asyncio.run(opened.open(source, b"", {}))
+    assert len(loaded) < 30
 
 
 def test_a_film_that_is_longer_than_the_context_is_refused_before_it_is_decoded(folder):

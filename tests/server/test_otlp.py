@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -15,6 +16,20 @@ from lookonce.types.counts import Counts
 from tests.support.otlp_collector import Collector
 
 pytest.importorskip("opentelemetry.sdk")
+
+
+@contextmanager
+def serving(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
+    """The URL of a collector."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
 
 
 def trace(number: int) -> FinishedTrace:
@@ -60,6 +75,33 @@ def test_traces_that_nobody_takes_are_counted() -> None:
     assert dropped(counts) == MAX_WAITING + 5
 
 
+class Talkative(BaseHTTPRequestHandler):
+    """Answers 200 with up to 64 MiB."""
+
+    protocol_version = "HTTP/1.1"
+    num_sent = 0
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["content-length"]))
+        self.send_response(200)
+        self.send_header("content-length", str(64 << 20))
+        self.end_headers()
+        with suppress(ConnectionError):
+            while Talkative.num_sent < 64 << 20:
+                Talkative.num_sent += self.wfile.write(bytes(1 << 16))
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_a_collector_that_answers_much_is_not_listened_to() -> None:
+    with serving(Talkative) as url:
+        exporter = OtlpExporter(url, Counts(), 0)
+        assert exporter._traces.post(b"", threading.Event()) is None
+        exporter.close()
+    assert Talkative.num_sent < 32 << 20  # what the sockets hold
+
+
 class Patience(BaseHTTPRequestHandler):
     """Answers the statuses of `statuses` in turn, then 200."""
 
@@ -77,13 +119,8 @@ class Patience(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def patience() -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Patience)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    with serving(Patience) as url:
+        yield url
 
 
 @pytest.mark.parametrize(("statuses", "lost"), [([503], 0), ([400], 1)])

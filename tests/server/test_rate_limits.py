@@ -272,6 +272,34 @@ def test_tokens_are_counted_by_what_was_used(on_site, tmp_path, stream):
     limited_site(on_site, tmp_path, scenario, "[default]\ntokens_per_minute = 100")
 
 
+def user(text):
+    return [{"role": "user", "content": text}]
+
+
+READ_ONLY = {
+    "/tokenize": {"prompt": "x" * 60},
+    "/detokenize": {"tokens": [5] * 60},
+    "/v1/completions/render": {"prompt": "x" * 60},
+    "/v1/chat/completions/render": {"messages": user("x" * 60)},
+    "/v1/messages/count_tokens": {"messages": user("x" * 60)},
+    "/v1/responses/input_tokens": {"input": "x" * 60},
+}
+
+
+@pytest.mark.parametrize("path", READ_ONLY)
+def test_tokens_that_are_only_counted_are_tokens(on_site, tmp_path, path):
+    async def scenario(site):
+        statuses = []
+        for _ in range(3):
+            answer = await site.client.post(path, json=READ_ONLY[path])
+            statuses.append(answer.status_code)
+        assert statuses[0] == 200
+        assert statuses[-1] == 429
+        assert "tokens per minute" in answer.text
+
+    limited_site(on_site, tmp_path, scenario, "[default]\ntokens_per_minute = 100")
+
+
 @pytest.mark.parametrize("limit", ["requests_per_second = 0.01", "tokens_per_minute = 100"])
 def test_anthropic_s_clients_are_told_too(on_site, tmp_path, limit):
     async def scenario(site):

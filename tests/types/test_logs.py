@@ -154,6 +154,8 @@ def test_a_text_line_quotes_what_would_look_like_more_fields():
         "client_secret_2 = canary",
         "file:///srv/canary.png",
         "https://host/canary?signature=canary",
+        "https://user:canary@host/",
+        "valkey://:canary@host:6379",
         "x" * 60 + "canary" + "x" * 60,
     ],
 )

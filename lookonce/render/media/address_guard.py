@@ -7,9 +7,13 @@ address, never to the name again. So DNS cannot give another address after the c
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ipaddress
 import socket
+import threading
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterable
+from contextvars import ContextVar
 from typing import TypeAlias
 
 import httpcore
@@ -57,21 +61,102 @@ def is_public(address: IPAddress) -> bool:
     )
 
 
-async def lookup_addresses(host: str, port: int) -> list[str]:
-    """Addresses by the system resolver, in a thread."""
-    loop = asyncio.get_running_loop()
-    found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    return list(dict.fromkeys(str(entry[4][0]) for entry in found))
+fetching_for: ContextVar[str] = ContextVar("fetching_for", default="")
+"""The tenant that a connection is opened for."""
+MAX_LOOKUPS = 16
+"""Names that are looked up at a time for one tenant."""
+
+
+class TenantSlots:
+    """Work side by side, of which no tenant has more than `each`. Belongs to one event loop."""
+
+    def __init__(self, each: int) -> None:
+        self._each = each
+        self._taken: Counter[str] = Counter()
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
+
+    async def acquire(self, tenant: str) -> None:
+        if self._taken[tenant] < self._each:
+            self._taken[tenant] += 1
+            return
+        turn = asyncio.get_running_loop().create_future()
+        queue = self._waiting.setdefault(tenant, deque())
+        queue.append(turn)
+        try:
+            await turn  # who releases a slot hands it on
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self.release(tenant)
+            else:
+                queue.remove(turn)
+            raise
+
+    def release(self, tenant: str) -> None:
+        queue = self._waiting.get(tenant, ())
+        while queue:
+            turn = queue.popleft()
+            if not turn.done():
+                turn.set_result(None)
+                return
+        self._waiting.pop(tenant, None)
+        self._taken[tenant] -= 1
+        if not self._taken[tenant]:
+            del self._taken[tenant]
+
+
+class AddressLookups:
+    """Looks names up by the system's resolver, each in a thread of its own.
+
+    A name whose servers do not answer holds its thread for up to a minute, though nobody waits any
+    more. So it counts as its tenant's until then, and takes no thread from anybody else.
+    """
+
+    def __init__(self) -> None:
+        self._slots = TenantSlots(MAX_LOOKUPS)
+
+    async def __call__(self, host: str, port: int) -> list[str]:
+        tenant = fetching_for.get()
+        await self._slots.acquire(tenant)
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[list[str]] = loop.create_future()
+
+        def report(found: list[str], error: Exception | None) -> None:
+            self._slots.release(tenant)
+            if answer.done():
+                return
+            if error is None:
+                answer.set_result(found)
+            else:
+                answer.set_exception(error)
+
+        def look_up() -> None:
+            found: list[str] = []
+            problem: Exception | None = None
+            try:
+                entries = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+                found = list(dict.fromkeys(str(entry[4][0]) for entry in entries))
+            except (OSError, ValueError, OverflowError) as error:  # UnicodeError is a ValueError
+                problem = error
+            with contextlib.suppress(RuntimeError):  # the loop has closed: nobody waits
+                loop.call_soon_threadsafe(report, found, problem)
+
+        try:
+            threading.Thread(target=look_up, name="name lookup", daemon=True).start()
+        except RuntimeError as error:
+            self._slots.release(tenant)
+            raise OSError("no thread for looking a name up") from error
+        return await answer
 
 
 class GuardedBackend(httpcore.AsyncNetworkBackend):
     """Opens TCP connections only to addresses that `rule` allows."""
 
     def __init__(
-        self, rule: AddressRule = is_public, resolver: AddressLookup = lookup_addresses
+        self, rule: AddressRule = is_public, resolver: AddressLookup | None = None
     ) -> None:
+        """Without `resolver` names are looked up as this machine does."""
         self._rule = rule
-        self._resolver = resolver
+        self._resolver = AddressLookups() if resolver is None else resolver
         self._inner = httpcore.AnyIOBackend()
 
     async def connect_tcp(

@@ -238,7 +238,7 @@ class Documents:
         contents: dict[str, list[PartContent]] = {}
         num_pages = 0
         for source in sources:
-            data = await self._loader.load(source.file, scope, "document")
+            data = await self._loader.load(source.file, scope, "document", tenant)
             if PDF_MAGIC not in bytes(data[:PDF_MAGIC_WITHIN]):
                 contents[source.param] = [self._text(data, source)]
                 continue

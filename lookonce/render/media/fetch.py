@@ -27,12 +27,20 @@ from lookonce.errors import (
     TooLargeError,
     UnprocessableMediaError,
 )
-from lookonce.render.media.address_guard import AddressRefusedError, GuardedBackend
+from lookonce.render.media.address_guard import (
+    AddressRefusedError,
+    GuardedBackend,
+    TenantSlots,
+    fetching_for,
+)
 from lookonce.render.media.fetch_cache import CachedBody, CacheKey, FetchCache
 from lookonce.render.media.single_flight import SingleFlight
 
 MAX_REDIRECTS = 5
-MAX_CONNECTIONS = 32
+MAX_CONNECTIONS = 64
+MAX_FETCHES = 32
+"""Fetches of one tenant at a time: hosts that are slow on purpose take no connection from others.
+"""
 IDLE_CONNECTIONS = 8
 IDLE_SECONDS = 15.0
 REDIRECTS = frozenset({301, 302, 303, 307, 308})
@@ -70,6 +78,7 @@ class Fetcher:
         self._domains = frozenset(domain.lower().rstrip(".") for domain in allowed_domains)
         self._cache = cache if cache is not None else FetchCache(0)
         self._running: SingleFlight[CacheKey, bytes] = SingleFlight()
+        self._slots = TenantSlots(MAX_FETCHES)
         self._pool = httpcore.AsyncConnectionPool(
             ssl_context=fetch_ssl_context(),
             max_connections=MAX_CONNECTIONS,
@@ -81,16 +90,20 @@ class Fetcher:
     async def aclose(self) -> None:
         await self._pool.aclose()
 
-    async def fetch(self, url: str, scope: bytes = b"", kind: str = "media") -> bytes:
+    async def fetch(
+        self, url: str, scope: bytes = b"", kind: str = "media", tenant: str = ""
+    ) -> bytes:
         """The body behind `url`; concurrent calls for one URL and scope fetch once, counted under
-        the `kind` of the first.
+        the `kind` of the first. `scope` is one of `tenant`'s.
 
         Raises `MediaForbiddenError`, `UnprocessableMediaError`, `TooLargeError` or
         `BadRequestError`.
         """
-        return await self._running.run((scope, url), lambda: self._fetch(url, scope, kind))
+        return await self._running.run((scope, url), lambda: self._fetch(url, scope, kind, tenant))
 
-    async def _fetch(self, url: str, scope: bytes, kind: str) -> bytes:
+    async def _fetch(self, url: str, scope: bytes, kind: str, tenant: str) -> bytes:
+        fetching_for.set(tenant)  # in a task of this fetch alone
+        await self._slots.acquire(tenant)
         try:
             async with asyncio.timeout(self._timeout):
                 return await self._follow(url, scope, kind)
@@ -106,6 +119,8 @@ class Fetcher:
             raise UnprocessableMediaError(
                 "the media could not be fetched: the connection failed"
             ) from None
+        finally:
+            self._slots.release(tenant)
 
     async def _follow(self, url: str, scope: bytes, kind: str) -> bytes:
         target = self._checked(url)

@@ -59,7 +59,7 @@ class FilmFamily(Protocol):
 class FilmWork(Protocol):
     """Loads films and works on them; implemented by `resolver.MediaResolver`."""
 
-    async def load(self, source: MediaSource, scope: bytes) -> Encoded: ...
+    async def load(self, source: MediaSource, scope: bytes, tenant: str = "") -> Encoded: ...
 
     async def run_job(self, job: MediaJob) -> Processed: ...
 
@@ -94,7 +94,7 @@ class Films:
             if source.origin == "nothing":
                 raise UnprocessableMediaError("a film is sent whole: it has no uuid of its own")
             if source.frames or source.is_frame_list:
-                return await self._open_list(source, scope, options)
+                return await self._open_list(source, scope, options, tenant)
             return await self._open_file(source, scope, options, tenant)
         except RequestError as error:
             if error.message.startswith(source.param):
@@ -103,25 +103,29 @@ class Films:
 
     # --- lists of frames ----------------------------------------------------------------------
 
-    async def _open_list(self, source: MediaSource, scope: bytes, options: Options) -> OpenFilm:
-        frames = await self._listed(source, scope)
+    async def _open_list(
+        self, source: MediaSource, scope: bytes, options: Options, tenant: str
+    ) -> OpenFilm:
+        frames = await self._listed(source, scope, tenant)
         if sum(map(len, frames)) > OFF_LOOP_BYTES:
             return await asyncio.to_thread(self._list_items, source, frames, options)
         return self._list_items(source, frames, options)
 
-    async def _listed(self, source: MediaSource, scope: bytes) -> list[Encoded]:
+    async def _listed(self, source: MediaSource, scope: bytes, tenant: str) -> list[Encoded]:
         if source.frames:
             self._check_count(len(source.frames))
-            slots = asyncio.Semaphore(8)
+            slots, left = asyncio.Semaphore(8), self._max_bytes
 
             async def load(frame: MediaSource) -> Encoded:
+                nonlocal left
                 async with slots:
-                    return await self._work.load(frame, scope)
+                    data = await self._work.load(frame, scope, tenant)
+                    left -= len(data)
+                    if left < 0:  # no more of them are loaded
+                        raise too_large(source.param, self._max_bytes)
+                    return data
 
-            frames = await _all([load(frame) for frame in source.frames])
-            if sum(map(len, frames)) > self._max_bytes:
-                raise too_large(source.param, self._max_bytes)
-            return frames
+            return await _all([load(frame) for frame in source.frames])
         self._check_count(source.value.count(",", source.start) + 1)
         if source.size > OFF_LOOP_BYTES:
             return await asyncio.to_thread(self._split, source)
@@ -179,7 +183,7 @@ class Films:
     async def _open_file(
         self, source: MediaSource, scope: bytes, options: Options, tenant: str
     ) -> OpenFilm:
-        data = await self._work.load(source, scope)
+        data = await self._work.load(source, scope, tenant)
         index = await self._index(bytes(data), scope, tenant)
         fps = source.fps or index.fps
         check_film(index.num_frames, fps, index.width, index.height, self._limits)

@@ -232,9 +232,12 @@ class MediaLoader:
         """Bodies fetched and files read, by modality."""
         return self._fetcher.counts.fetched
 
-    async def load(self, source: MediaSource, scope: bytes = b"", kind: str = "") -> Encoded:
+    async def load(
+        self, source: MediaSource, scope: bytes = b"", kind: str = "", tenant: str = ""
+    ) -> Encoded:
         """The encoded bytes. `scope` (32 bytes) separates tenants in the fetch cache; what is
-        fetched is counted as `kind`, by default the source's modality.
+        fetched is counted as `kind`, by default the source's modality, and takes `tenant`'s part
+        of the connections.
 
         Raises a `RequestError` that names the part.
         """
@@ -245,7 +248,7 @@ class MediaLoader:
             return source.inline_bytes(self._max_bytes)
         try:
             if source.origin == "remote":
-                return await self._fetcher.fetch(source.value, scope, kind)
+                return await self._fetcher.fetch(source.value, scope, kind, tenant)
             if source.origin == "file":
                 return await self._reads.run(source.value, lambda: self._read(source, kind))
         except RequestError as error:

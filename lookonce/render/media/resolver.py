@@ -86,7 +86,9 @@ class Loader(Protocol):
     def fetched(self) -> Counter[str]:
         """Bodies fetched and files read, by modality."""
 
-    async def load(self, source: MediaSource, scope: bytes = b"") -> Encoded: ...
+    async def load(
+        self, source: MediaSource, scope: bytes = b"", *, tenant: str = ""
+    ) -> Encoded: ...
 
 
 class Pool(Protocol):
@@ -343,7 +345,7 @@ class MediaResolver:
 
     async def _load_and_make(self, source: MediaSource, prompt: _Prompt) -> RenderedItem:
         begun = time.monotonic()
-        data = await self._loader.load(source, prompt.scope)
+        data = await self._loader.load(source, prompt.scope, tenant=prompt.tenant)
         loaded = time.monotonic()
         if len(data) > OFF_LOOP_BYTES:
             digest = await asyncio.to_thread(self._hash, source, prompt, data)
@@ -356,9 +358,9 @@ class MediaResolver:
 
     # --- films --------------------------------------------------------------------------------
 
-    async def load(self, source: MediaSource, scope: bytes) -> Encoded:
+    async def load(self, source: MediaSource, scope: bytes, tenant: str = "") -> Encoded:
         """The encoded bytes of a source. Raises a `RequestError` that names the part."""
-        return await self._loader.load(source, scope)
+        return await self._loader.load(source, scope, tenant=tenant)
 
     # --- windows of sound files ---------------------------------------------------------------
 

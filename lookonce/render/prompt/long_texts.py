@@ -28,7 +28,7 @@ from lookonce.types.fair_queue import FairQueue, TenantWeights
 
 THREADS = 2
 MAX_WAITING = 64
-"""Long texts of one tenant that may wait; more are refused with 429."""
+"""Long texts and large bodies of one tenant that may wait; more are refused with 429."""
 QUANTUM = 64 * 1024
 """Characters that a tenant may have tokenized before the next one's turn."""
 NICENESS = 5
@@ -214,7 +214,8 @@ class LongTextThreads:
         """
         if self._waiting[tenant] >= self._max_waiting:
             raise QueueFullError(
-                f"{self._waiting[tenant]} long texts are waiting to be tokenized, the most that may"
+                f"{self._waiting[tenant]} of your long texts and large bodies are waiting, the "
+                "most that may"
             )
         loop = asyncio.get_running_loop()
         turn = _Turn(work, loop, loop.create_future())

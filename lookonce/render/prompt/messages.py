@@ -6,11 +6,10 @@ client sent it; `encoder.ChatTemplate` adapts it to the template.
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import msgspec
 
@@ -35,8 +34,6 @@ PAIR_ROLES = ("query", "document")
 """Of the two messages that the template of a model which compares texts takes."""
 
 Json = dict[str, Any]
-P = ParamSpec("P")
-T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -173,13 +170,6 @@ def has_many_values(*values: object, most: int = FEW_VALUES) -> bool:
         elif isinstance(part, (list, tuple)):
             waiting += part
     return False
-
-
-async def in_thread_if(large: bool, work: Callable[P, T], *given: P.args, **named: P.kwargs) -> T:
-    """The result of `work`, run in a thread if `large`, so that the event loop is not blocked."""
-    if large:
-        return await asyncio.to_thread(work, *given, **named)
-    return work(*given, **named)
 
 
 def _check_limits(sources: Sequence[MediaSource], limits: Mapping[str, int]) -> None:

@@ -6,7 +6,6 @@ searched for the exact part at fault (`messages[1].content[0]`).
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import re
 import types
@@ -37,7 +36,7 @@ from lookonce.server.http.unknown_fields import (
     unknown_fields,
     unknown_part_fields,
 )
-from lookonce.server.services import Services, header
+from lookonce.server.services import Principal, Services, header
 
 T = TypeVar("T", bound=msgspec.Struct)
 D = TypeVar("D")
@@ -62,7 +61,7 @@ async def receive(request: Request, kind: type[T]) -> T:
     """Read and decode the body; raises `TooLargeError` or `BadRequestError` naming the part."""
     services: Services = request.app.state.services
     body = await read_body(request, body_limit(services.config.media))
-    decoded, unknown = await decoded_body(body, lambda: parse_reporting(body, kind))
+    decoded, unknown = await decoded_body(request, body, lambda: parse_reporting(body, kind))
     if unknown:
         request.state.warning = services.unknown_fields.judge(unknown, kind)
     if ignored := ignored_fields(decoded):
@@ -100,15 +99,22 @@ async def read_chunks(request: Request, limit: int, take: Callable[[bytes], obje
         take(chunk)
 
 
-async def decoded_body(body: bytes, decode: Callable[[], D]) -> D:
-    """What `decode` makes of `body`: in a thread if it may take long, and others are served
-    meanwhile, except while msgspec decodes. Raises `TooLargeError` and what `decode` raises."""
+async def decoded_body(request: Request, body: bytes, decode: Callable[[], D]) -> D:
+    """What `decode` makes of `body`: if it may take long in a thread, when it is the tenant's turn,
+    and others are served meanwhile, except while msgspec decodes.
+
+    Raises `TooLargeError`, `QueueFullError` and what `decode` raises.
+    """
 
     def checked() -> D:
         _check_count(body)
         return decode()
 
-    return await asyncio.to_thread(checked) if _has_many_values(body) else decode()
+    if not _has_many_values(body):
+        return decode()
+    services: Services = request.app.state.services
+    principal: Principal = request.state.principal
+    return await services.renderer.in_turn_if(True, principal.tenant, checked)
 
 
 def _has_many_values(body: bytes) -> bool:

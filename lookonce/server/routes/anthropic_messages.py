@@ -37,10 +37,10 @@ from lookonce.frontend.tools.calls import (
     check_num_tools,
 )
 from lookonce.frontend.tools.parser import ContentText, ReasoningText
-from lookonce.render.prompt.messages import check_count, has_many_values, in_thread_if
+from lookonce.render.prompt.messages import check_count, has_many_values
 from lookonce.server.http.body import receive, renaming_errors
 from lookonce.server.http.responses import encode, error_body, json_response, while_connected
-from lookonce.server.rate_limits import count_media
+from lookonce.server.rate_limits import RequestUsage, count_media
 from lookonce.server.routes.chat import ChatResponseBuilder, chat_options, checked_chat
 from lookonce.server.routes.responses_api.input import ReadInput
 from lookonce.server.routes.serving_base import ServingContext, open_context, respond
@@ -162,7 +162,9 @@ async def count_tokens(request: Request) -> Response:
     read = await _read(request, asked)
     body = _chat_request(asked, read)
     services.require_model(body.model)
-    request.state.usage.take_media(count_media(body.messages))
+    usage: RequestUsage = request.state.usage
+    usage.take_media(count_media(body.messages))
+    usage.take_tokens(0, 1)  # how many there will be is not known
     with _own_names(read):
         _, tools = checked_chat(body, services)
         work = services.readonly.render_chat(
@@ -170,6 +172,7 @@ async def count_tokens(request: Request) -> Response:
         )
         rendered = await while_connected(request.receive, work)
     services.readonly.release(rendered)
+    usage.generated(rendered.num_tokens)
     return json_response(TokenCount(rendered.num_tokens))
 
 
@@ -185,7 +188,7 @@ def anthropic_error(error: Exception) -> AnthropicEvent:
 
 
 async def _read(request: Request, asked: CountTokensRequest) -> ReadInput:
-    """`read_messages`, in a thread where it may take long. Raises `BadRequestError`, also for more
+    """`read_messages`, in turn where it may take long. Raises `BadRequestError`, also for more
     than the model's context can hold."""
     services: Services = request.app.state.services
     most = services.max_model_len()
@@ -193,7 +196,8 @@ async def _read(request: Request, asked: CountTokensRequest) -> ReadInput:
         check_count(asked.messages, most)
     check_num_tools(len(asked.tools or ()))
     large = has_many_values(asked.messages, asked.system)
-    return await in_thread_if(large, read_messages, asked)
+    tenant = request.state.principal.tenant
+    return await services.renderer.in_turn_if(large, tenant, lambda: read_messages(asked))
 
 
 def _chat_request(asked: CountTokensRequest, read: ReadInput) -> ChatRequest:

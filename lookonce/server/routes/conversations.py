@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -10,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from lookonce.errors import BadRequestError
-from lookonce.render.prompt.messages import has_many_values, in_thread_if
+from lookonce.render.prompt.messages import has_many_values
 from lookonce.server.http.body import receive, renaming_errors
 from lookonce.server.http.responses import encode, json_response
 from lookonce.server.response_store import ResponseDatabase
@@ -26,6 +27,7 @@ from lookonce.server.routes.responses_api.stored import (
     stored_items,
     with_references,
 )
+from lookonce.server.services import Services
 
 MAX_ITEMS = 1000
 """Of one request."""
@@ -154,7 +156,9 @@ async def _checked(request: Request, items: list[Json]) -> list[Json]:
         )
     with renaming_errors(_items_name):
         found = await with_references(store, tenant, items)
-        await in_thread_if(has_many_values(found), read_input, found, None)
+        services: Services = request.app.state.services
+        work = partial(read_input, found, None)
+        await services.renderer.in_turn_if(has_many_values(found), tenant, work)
     assert not isinstance(found, str)
     return stored_items(found)
 

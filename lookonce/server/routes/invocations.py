@@ -42,7 +42,7 @@ async def invocations(request: Request) -> Response:
     services: Services = request.app.state.services
     body = await read_body(request, body_limit(services.config.media))
     try:
-        fields = await decoded_body(body, lambda: _fields(body))
+        fields = await decoded_body(request, body, lambda: _fields(body))
     except (ValueError, RecursionError) as error:
         raise BadRequestError(
             f"the body is not a JSON object: {error}", code="invalid_json"

@@ -27,7 +27,7 @@ from lookonce.frontend.sampling_params import completion_sampling, names_limit
 from lookonce.frontend.tools.calls import read_tools, tool_calling
 from lookonce.server.http.body import receive
 from lookonce.server.http.responses import encode, json_response, while_connected
-from lookonce.server.rate_limits import count_media
+from lookonce.server.rate_limits import RequestUsage, count_media
 from lookonce.server.routes.chat import chat_options, checked_chat
 from lookonce.server.routes.completions import named_prompts
 from lookonce.server.routes.generate import Features, MediaForm, features_of
@@ -71,7 +71,9 @@ async def render_chat(request: Request) -> Response:
     apply_controls(request, body)
     sampling, tools = checked_chat(body, services)
     request_id = request_id_of(request, body.request_id)
-    request.state.usage.take_media(count_media(body.messages))
+    usage: RequestUsage = request.state.usage
+    usage.take_media(count_media(body.messages))
+    usage.take_tokens(0, 1)  # how many there will be is not known
 
     async def render() -> RenderedBody:
         rendered = await services.readonly.render_chat(
@@ -80,6 +82,7 @@ async def render_chat(request: Request) -> Response:
             cache_salt=body.cache_salt,
             options=chat_options(body, tools),
         )
+        usage.generated(rendered.num_tokens)
         if any(feature.modality == "video" for feature in rendered.features):
             raise BadRequestError(
                 "a prompt with a film cannot be carried to /inference/v1/generate: send it to "
@@ -110,6 +113,8 @@ async def render_completion(request: Request) -> Response:
     request_id = request_id_of(request, body.request_id)
     prompts = list(named_prompts(body.prompt).values())
     single = isinstance(body.prompt, str) or isinstance(body.prompt[0], int)
+    usage: RequestUsage = request.state.usage
+    usage.take_tokens(0, 1)  # how many there will be is not known
 
     async def render() -> list[RenderedBody]:
         answers = []
@@ -122,6 +127,7 @@ async def render_completion(request: Request) -> Response:
                 cache_salt=body.cache_salt,
                 add_special_tokens=body.add_special_tokens,
             )
+            usage.generated(rendered.num_tokens)
             name = request_id if single else f"{request_id}-{number}"
             answers.append(_body(services, body, name, rendered, sampling))
         return answers
@@ -160,10 +166,13 @@ async def tokenize(request: Request) -> Response:
     services: Services = request.app.state.services
     body = await receive(request, TokenizeRequest)
     services.require_model(body.model)
-    request.state.usage.take_media(count_media(body.messages or ()))
+    usage: RequestUsage = request.state.usage
+    usage.take_media(count_media(body.messages or ()))
+    usage.take_tokens(0, 1)  # how many there will be is not known
     work = _rendered(services, request.state.principal, body)
     rendered = await while_connected(request.receive, work)
     services.readonly.release(rendered)
+    usage.generated(rendered.num_tokens)
     tokens = rendered.token_ids
     answer = Tokens(count=len(tokens), max_model_len=services.max_model_len(), tokens=tokens)
     if body.return_token_strs:
@@ -199,4 +208,5 @@ async def detokenize(request: Request) -> Response:
             param="tokens",
             code="context_length_exceeded",
         )
+    request.state.usage.take_tokens(count, 0)
     return json_response(Prompt(services.renderer.decode(body.tokens)))

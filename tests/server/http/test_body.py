@@ -26,6 +26,7 @@ from lookonce.frontend.requests import (
 )
 from lookonce.server.http.body import FEW_VALUES, MAX_VALUES, SMALL_BODY_BYTES, parse, receive
 from tests.support.nodes import engine_node, run
+from tests.support.server.doubles import ByteRenderer
 
 KINDS = [ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest]
 FIELDS = sorted({f.name for kind in KINDS for f in msgspec.structs.fields(kind)})
@@ -105,9 +106,11 @@ def received(body: bytes) -> Body:
     async def sent() -> dict[str, object]:
         return {"type": "http.request", "body": body, "more_body": False}
 
-    services = SimpleNamespace(config=SimpleNamespace(media=MediaConfig()))
+    config = SimpleNamespace(media=MediaConfig())
+    services = SimpleNamespace(config=config, renderer=ByteRenderer())
     app = SimpleNamespace(state=SimpleNamespace(services=services))
-    request = Request({"type": "http", "headers": [], "app": app}, sent)
+    state = {"principal": SimpleNamespace(tenant="")}
+    request = Request({"type": "http", "headers": [], "app": app, "state": state}, sent)
     return asyncio.run(receive(request, Body))
 
 
@@ -122,6 +125,31 @@ def test_a_body_of_many_values_is_read_beside_the_loop():
     many = received(json.dumps({"values": [1] * SMALL_BODY_BYTES}).encode())
     assert len(many.values) == SMALL_BODY_BYTES
     assert many.made_in != threading.get_ident()
+
+
+def test_bodies_of_many_values_are_read_in_turn_by_tenant(on_site):
+    async def scenario(site):
+        begun, may_end = threading.Event(), threading.Event()
+
+        def first() -> None:
+            begun.set()
+            may_end.wait()
+
+        def post(tenant):
+            body = {"tokens": [5] * SMALL_BODY_BYTES}  # refused once it is read
+            headers = {"Authorization": f"Bearer {tenant}"}
+            return asyncio.create_task(site.client.post("/detokenize", json=body, headers=headers))
+
+        turn = asyncio.create_task(site.renderer.in_turn_if(True, "a", first))
+        await asyncio.to_thread(begun.wait)
+        own, other = post("a"), post("b")
+        assert (await other).status_code == 400
+        assert not own.done()
+        may_end.set()
+        assert (await own).status_code == 400
+        await turn
+
+    on_site(scenario, api_key=("a:a", "b:b"))
 
 
 def test_so_is_what_is_wrong_with_it_found():

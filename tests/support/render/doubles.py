@@ -59,7 +59,7 @@ class FakeLoader:
         self.gate = asyncio.Event()
         self.gate.set()
 
-    async def load(self, source: MediaSource, scope: bytes = b"") -> bytes:
+    async def load(self, source: MediaSource, scope: bytes = b"", *, tenant: str = "") -> bytes:
         if source.origin == "inline":
             return source.inline_bytes(2**30)
         self.loaded.append(source.value)

@@ -6,10 +6,11 @@ import asyncio
 import codecs
 import math
 from collections import Counter
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from typing import Any
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from lookonce.errors import BadRequestError, LookOnceError, error_to_wire
+from lookonce.render.prompt.long_texts import LongTextThreads
 from lookonce.types.media import Expansion, feature_at
 from lookonce.types.model import ModelInfo
 from lookonce.types.request import (
@@ -22,6 +23,7 @@ from lookonce.types.request import (
 )
 from lookonce.types.sampling import SamplingParams
 
+T = TypeVar("T")
 IMAGE_TOKEN = 300
 END_TOKEN = 301
 EXPANSION = Expansion(runs=((IMAGE_TOKEN, 4),), embed_token_id=IMAGE_TOKEN)
@@ -81,6 +83,10 @@ class ByteRenderer:
         self.released: list[RenderedPrompt] = []
         self.gate = asyncio.Event()
         self.gate.set()
+        self.turns = LongTextThreads()
+
+    async def in_turn_if(self, large: bool, tenant: str, work: Callable[[], T]) -> T:
+        return await self.turns.run(work, tenant, 1) if large else work()
 
     async def render_chat(
         self,

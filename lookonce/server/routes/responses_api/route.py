@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import groupby
 from typing import Literal, TypeAlias
 
@@ -29,10 +30,10 @@ from lookonce.frontend.tools.calls import (
     tool_calling,
 )
 from lookonce.frontend.tools.parser import ContentText
-from lookonce.render.prompt.messages import check_count, has_many_values, in_thread_if
+from lookonce.render.prompt.messages import check_count, has_many_values
 from lookonce.server.http.body import receive, renaming_errors
 from lookonce.server.http.responses import encode, error_body, json_response, while_connected
-from lookonce.server.rate_limits import count_media
+from lookonce.server.rate_limits import RequestUsage, count_media
 from lookonce.server.routes.responses_api.events import (
     ConversationId,
     ErrorEvent,
@@ -114,14 +115,18 @@ async def count_input_tokens(request: Request) -> Response:
     asked_input = [] if body.input is None else body.input
     _check_count(services, asked_input)
     given = await with_references(services.responses, principal.tenant, asked_input)
-    read = await _read(body, given, await turn.context(), turn)
-    request.state.usage.take_media(count_media(read.messages))
+    before = await turn.context()
+    read = await _read(services, principal.tenant, body, given, before, turn)
+    usage: RequestUsage = request.state.usage
+    usage.take_media(count_media(read.messages))
+    usage.take_tokens(0, 1)  # how many there will be is not known
     with _naming_items(read):
         work = services.readonly.render_chat(
             read.messages, tenant=principal.tenant, options=_chat_options(body, tools)
         )
         rendered = await while_connected(request.receive, work)
     services.readonly.release(rendered)
+    usage.generated(rendered.num_tokens)
     return json_response(InputTokens(rendered.num_tokens))
 
 
@@ -133,12 +138,18 @@ def _check_count(services: Services, given: str | list[Json]) -> None:
 
 
 async def _read(
-    body: ResponsesRequest, given: str | list[Json], before: list[Json], turn: StoredTurn
+    services: Services,
+    tenant: str,
+    body: ResponsesRequest,
+    given: str | list[Json],
+    before: list[Json],
+    turn: StoredTurn,
 ) -> ReadInput:
-    """`read_input`, in a thread where it may take long."""
+    """`read_input`, in turn where it may take long."""
     name = "" if turn.origin is None else turn.origin.param
     large = has_many_values(given, before)
-    return await in_thread_if(large, read_input, given, body.instructions, before, name)
+    work = partial(read_input, given, body.instructions, before, name)
+    return await services.renderer.in_turn_if(large, tenant, work)
 
 
 def _chat_options(body: ResponsesRequest, tools: ToolCalling | None) -> dict[str, object]:
@@ -196,10 +207,11 @@ class ResponsesApiBuilder:
         given = [] if body.input is None else body.input
         body.input = ""  # media are not kept while tokens are generated
         _check_count(context.services, given)
-        given = await with_references(context.services.responses, context.principal.tenant, given)
+        services, tenant = context.services, context.principal.tenant
+        given = await with_references(services.responses, tenant, given)
         before = await self._turn.begin(self._writer.response.id, given)
         self._writer.response.store = self._turn.keep
-        read = await _read(body, given, before, self._turn)
+        read = await _read(services, tenant, body, given, before, self._turn)
         context.usage_limits.take_media(count_media(read.messages))
         with _naming_items(read):
             with context.services.metrics.render.time():

@@ -1,0 +1,139 @@
+"""What one tenant's many answers cost each token of another one's few."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lookonce.core.decode_shares import LINGER_SECONDS, StepTimes, row_limits
+from lookonce.types.request import GenerateRequest
+from lookonce.types.sampling import SamplingParams
+from lookonce.types.step import StepPlan, StepResult
+from tests.support.core.builders import Limits, request, text
+from tests.support.core.engine import Engine
+from tests.support.core.fake_runner import FakeRunner
+
+LIMITS = Limits(num_blocks=2000, max_num_batched_tokens=64, max_num_seqs=40)
+MANY, NUM_TOKENS = 32, 150
+FIXED, EACH = 0.001, 0.0005
+
+
+class TimedEngine(Engine):
+    """Its steps take so many seconds of its own clock: `fixed`, and `each` for every sequence."""
+
+    def __init__(self, fixed: float = FIXED, each: float = EACH) -> None:
+        super().__init__(LIMITS)
+        engine = self
+
+        class TimedRunner(FakeRunner):
+            def execute(self, plan: StepPlan) -> StepResult:
+                engine.now += fixed + each * len(plan.scheduled)
+                return super().execute(plan)
+
+        self.runner = TimedRunner(LIMITS)
+
+    def rows(self, first_id: int, end: int) -> int:
+        """Of the last plan, sequences with ids in `[first_id, end)`."""
+        return sum(first_id <= chunk.seq_id < end for chunk in self.plans[-1].scheduled)
+
+    def seconds_to_end(self, name: str) -> float:
+        began = self.now
+        while (name, 0) not in self.ended:
+            self.step()
+        return self.now - began
+
+
+def answering(tenant: str, name: str, num_tokens: int, n: int = 1) -> GenerateRequest:
+    sampling = SamplingParams(max_tokens=num_tokens, n=n, ignore_eos=True)
+    built = request(name, text(8), sampling=sampling)
+    return msgspec.structs.replace(built, tenant=tenant)
+
+
+def busy(engine: TimedEngine) -> None:
+    """All places but some decode for one tenant."""
+    engine.add(answering("many", "many", NUM_TOKENS, n=MANY))
+    while len(engine.plans) < 8:
+        engine.step()
+    assert engine.rows(0, MANY) == MANY
+
+
+def test_a_tenant_with_one_sequence_waits_twice_as_long_for_each_token_at_most() -> None:
+    alone, beside = TimedEngine(), TimedEngine()
+    busy(beside)
+    for engine in (alone, beside):
+        engine.add(answering("one", "first", 10))  # what steps take is measured
+        engine.seconds_to_end("first")
+        engine.add(answering("one", "second", 50))
+    one_step_of_all = FIXED + EACH * (MANY + 1)
+    most = 2 * alone.seconds_to_end("second") + one_step_of_all
+    assert beside.seconds_to_end("second") < most
+    beside.run()
+    assert all(len(beside.tokens["many", index]) == NUM_TOKENS for index in range(MANY))
+
+
+def test_the_sequences_of_the_other_tenant_take_turns() -> None:
+    engine = TimedEngine()
+    busy(engine)
+    engine.add(answering("one", "one", 200))
+    before = [len(engine.tokens["many", index]) for index in range(MANY)]
+    engine.seconds_to_end("one")
+    gained = [len(engine.tokens["many", i]) - before[i] for i in range(MANY)]
+    assert min(gained) > 0
+    assert max(gained) - min(gained) <= 2
+
+
+def test_nobody_is_limited_where_more_sequences_take_no_longer() -> None:
+    engine = TimedEngine(fixed=0.01, each=0.0)
+    busy(engine)
+    engine.add(answering("one", "one", 100))
+    engine.seconds_to_end("one")
+    limited = [p for p in engine.plans[8:] if len(p.scheduled) < MANY]
+    assert len(limited) <= 2  # until that was measured
+
+
+def test_a_tenant_that_is_alone_again_is_not_limited() -> None:
+    engine = TimedEngine()
+    busy(engine)
+    engine.add(answering("one", "one", 20))
+    engine.seconds_to_end("one")
+    assert engine.rows(0, MANY) < MANY
+    until = engine.now + LINGER_SECONDS
+    while engine.now <= until:
+        engine.step()
+    engine.step()
+    assert engine.rows(0, MANY) == MANY
+
+
+def test_a_line_is_found_in_what_was_measured() -> None:
+    times = StepTimes()
+    assert times.line() == (0.0, 0.0)
+    times.note(10, 0.1)
+    assert times.line() == pytest.approx((0.0, 0.01))
+    for count in (1, 10, 2, 40) * 20:
+        times.note(count, 0.02 + 0.001 * count)
+    assert times.line() == pytest.approx((0.02, 0.001), rel=0.1)
+
+
+TENANTS = st.dictionaries(
+    st.sampled_from("abcd"), st.tuples(st.integers(1, 64), st.sampled_from([0.5, 1.0, 3.0]))
+)
+
+
+@given(TENANTS, st.floats(0, 10), st.floats(0, 1))
+def test_limits_keep_to_what_everyone_may_expect(tenants, fixed, each):
+    limits = row_limits(tenants, fixed, each)
+    rows = {t: min(count, limits.get(t, count)) for t, (count, _) in tenants.items()}
+    assert all(limit >= 1 for limit in limits.values())
+    if not limits:
+        return
+    total = sum(weight for _, weight in tenants.values())
+    seconds = fixed + each * sum(rows.values())
+    for count, weight in tenants.values():
+        may = total / weight * (fixed + each * count)
+        assert seconds <= (may + each * len(tenants)) * (1 + 1e-6)
+    used = {t: rows[t] / tenants[t][1] for t in tenants}
+    for limited in limits:  # no other has more for its weight, but for one sequence
+        weight = tenants[limited][1]
+        assert all(used[limited] >= used[t] - 1 / tenants[t][1] - 1 / weight for t in tenants)
