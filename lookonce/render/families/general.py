@@ -6,6 +6,7 @@ beside token ids is the item's arrays. Nothing is known of an item before it is 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from importlib.metadata import version
@@ -19,7 +20,13 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from lookonce.errors import ModelLoadError, UnprocessableMediaError
-from lookonce.render.families.arrays import Arrays, float_array, refuse_arrays, stored_array
+from lookonce.render.families.arrays import (
+    Arrays,
+    float_array,
+    int64_values,
+    refuse_arrays,
+    stored_array,
+)
 from lookonce.render.families.base import Decoded, Options, ProcessorFamily, token_id
 from lookonce.render.families.film import OPTION_NAMES as FILM_OPTIONS
 from lookonce.render.families.film import (
@@ -142,6 +149,24 @@ class GeneralProcessing(ProcessorFamily):
             f"this model type takes no processed {modality} items: what their tokens are is known "
             "from the encoded media alone; send that"
         )
+
+    def check_processed(self, item: ProcessedItem) -> None:
+        """As far as anything is known: the token that takes rows, and grids of patches, which are
+        as many as the arrays have numbers at most."""
+        numbers = sum(math.prod(array.shape) for array in item.arrays.values())
+        for name, array in item.arrays.items():
+            if name.endswith("grid_thw") and array.dtype != "int64":
+                raise refuse_arrays(f"{name} is {array.dtype}; it must be int64")
+            if name.endswith("grid_thw"):
+                grid = int64_values(array)
+                if min(grid, default=0) < 1 or math.prod(grid) > numbers:
+                    raise refuse_arrays(f"{name} has more patches than there are")
+        expansion, token = item.expansion, self._tokens.get(item.modality)
+        if (expansion.embed_token_id, expansion.grid) != (
+            token,
+            self._grid(item.modality, item.arrays),
+        ):
+            raise refuse_arrays(f"the {item.modality} has another placeholder or grid")
 
     def process(self, modality: Modality, decoded: Decoded, options: Options) -> ProcessedItem:
         """The processor's arrays as it gives them for a prompt of this item's placeholder."""
