@@ -526,6 +526,22 @@ def test_a_job_whose_worker_died_before_it_began_is_tried_once_more(tmp_path: Pa
     asyncio.run(scenario())
 
 
+def test_a_job_that_a_stopped_worker_has_not_begun_goes_to_another_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pool_module, "BEGIN_TIMEOUT", 1.0)
+
+    async def scenario() -> None:
+        async with fake_pool(1) as pool:
+            stopped = worker_of(await pool.run(job()))
+            os.kill(stopped, signal.SIGSTOP)
+            assert worker_of(await pool.run(job())) != stopped
+            assert not is_alive(stopped)
+            assert pool.killed.total() == 0
+
+    asyncio.run(scenario())
+
+
 def test_a_job_that_is_tried_again_is_charged_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -93,6 +93,8 @@ MAX_QUEUE_PER_TENANT = 256
 START_TIMEOUT = 120.0
 JOB_TIMEOUT = 60.0
 """Seconds after which a worker that sends nothing counts as hung. CPU deadlines are shorter."""
+BEGIN_TIMEOUT = 10.0
+"""Seconds after which a worker that has not even taken up its job counts as hung."""
 ABANDONED_TIMEOUT = 1.0
 """Seconds that a job may go on after which nobody waits for it."""
 GUARD_INTERVAL = 0.1
@@ -453,7 +455,7 @@ class MediaPool:
                 if self._closed:
                     raise _draining() from None
                 reason = self._lost(worker, running, hung=isinstance(error, TimeoutError))
-                if starts_left and not worker.has_begun and reason == "crashed":
+                if starts_left and not worker.has_begun and reason in ("crashed", "hung"):
                     continue
                 self._count_lost(reason, queued.job.job)
                 raise _lost_worker(queued.job.job, reason) from None
@@ -715,6 +717,7 @@ class _WorkerProcess:
         if ahead is not None:
             granted[ahead.number] = ahead
         number = 0 if ahead is None else ahead.number
+        self._expect_beginning()
         send(
             self._link,
             JobRequest(
@@ -727,7 +730,7 @@ class _WorkerProcess:
             reply, _ = receive(self._link, self._replies, read_slab, MAX_HEAD_BYTES)
             match reply:
                 case JobBegun() if not self.has_begun:
-                    self.has_begun = True
+                    self._begun()
                 case SlabWanted(num_bytes, declined) if num_asked < MAX_ARRAYS:
                     num_asked += 1
                     if declined:
@@ -744,6 +747,14 @@ class _WorkerProcess:
                 case _:
                     raise LinkClosedError
 
+    def _expect_beginning(self) -> None:
+        """A worker that is stopped is found out soon, and its job goes to another one."""
+        self._link.settimeout(min(BEGIN_TIMEOUT, self._job_timeout))
+
+    def _begun(self) -> None:
+        self.has_begun = True
+        self._link.settimeout(self._job_timeout)
+
     def _require_possible(self, item: ProcessedItem) -> None:
         """Raises `LinkClosedError` for arrays that the model's processor cannot have made."""
         assert self._check_processed is not None
@@ -757,12 +768,13 @@ class _WorkerProcess:
         request = PagesRequest(
             _encoded(job.data), job.first, job.count, job.pictures, job.request_id
         )
+        self._expect_beginning()
         send(self._link, request)
         while True:
             reply, _ = receive(self._link, self._replies)
             match reply:
-                case JobBegun():
-                    self.has_begun = True
+                case JobBegun() if not self.has_begun:
+                    self._begun()
                 case PagesDone(rendered):
                     _check_pages(rendered, job, self._settings.max_document_pages)
                     return rendered
