@@ -20,13 +20,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from lookonce.errors import ModelLoadError, UnprocessableMediaError
-from lookonce.render.families.arrays import (
-    Arrays,
-    float_array,
-    int64_values,
-    refuse_arrays,
-    stored_array,
-)
+from lookonce.render.families.arrays import Arrays, float_array, refuse_arrays, stored_array
 from lookonce.render.families.base import Decoded, Options, ProcessorFamily, token_id
 from lookonce.render.families.film import OPTION_NAMES as FILM_OPTIONS
 from lookonce.render.families.film import (
@@ -155,12 +149,13 @@ class GeneralProcessing(ProcessorFamily):
         as many as the arrays have numbers at most."""
         numbers = sum(math.prod(array.shape) for array in item.arrays.values())
         for name, array in item.arrays.items():
-            if name.endswith("grid_thw") and array.dtype != "int64":
-                raise refuse_arrays(f"{name} is {array.dtype}; it must be int64")
-            if name.endswith("grid_thw"):
-                grid = int64_values(array)
-                if min(grid, default=0) < 1 or math.prod(grid) > numbers:
-                    raise refuse_arrays(f"{name} has more patches than there are")
+            if not name.endswith("grid_thw"):
+                continue
+            if array.dtype not in ("int64", "int32"):
+                raise refuse_arrays(f"{name} is {array.dtype}; it must be whole numbers")
+            grid: list[int] = np.frombuffer(array.data, array.dtype).tolist()
+            if min(grid, default=0) < 1 or math.prod(grid) > numbers:
+                raise refuse_arrays(f"{name} has more patches than there are")
         expansion, token = item.expansion, self._tokens.get(item.modality)
         if (expansion.embed_token_id, expansion.grid) != (
             token,
