@@ -20,17 +20,19 @@ API CPU ms    CPU time of the API process per item, beyond reading the request
 floor ms      the same six wake-ups of threads by plain sockets between processes, without an item:
               what is left of a small item's time is the system's; timed in the same turns
 
-A third asks real servers, one of each type of cache, side by side, about pictures of 2048 x 2048
-pixels: each as a new one, then again, when reading the request is all that is left to do.
+A third asks real servers of this checkout, one of each type of cache, side by side, about pictures
+of 2048 x 2048 pixels: each as a new one, then again, when reading the request is all that is left
+to do. It compares the two types: `lru` is this code with arrays in messages, not an earlier state
+of the code, and `--against` changes nothing here.
 
 new ms        CPU time of the API process per request about a new picture
 known ms      the same for a picture that it has just answered about: reading, hashing and rendering
 beyond ms     the difference: handing the job to a worker and the item to the engine
 of lru        that of `lru` is 1
 
-Two processes speak over the real channel, without a model, a millisecond between steps. With
-`--against FOLDER` the same is measured with the LookOnce of another checkout, in turn; ratio is the
-median of each turn's ratio.
+In the first table two processes speak over the real channel, without a model, a millisecond between
+steps. With `--against FOLDER` the first two tables also have the LookOnce of another checkout,
+measured in turn; ratio is the median of each turn's ratio.
 """
 
 from __future__ import annotations
@@ -133,7 +135,7 @@ def handover_report(against: Path | None, turns: int) -> Report:
 
 
 def requests_report(_against: Path | None, turns: int) -> Report:
-    """One row for each type of cache; another checkout is not asked."""
+    """One row for each type of cache of this checkout; another one is not asked."""
     report = Report("requests", ("", "new ms", "known ms", "beyond ms", "of lru"))
     encoded = encoded_picture("2048", "JPEG")
     found: dict[str, list[tuple[float, float]]] = {each: [] for each in CACHE_TYPES}
@@ -156,6 +158,7 @@ def requests_report(_against: Path | None, turns: int) -> Report:
         new, known = (median(list(figures)) for figures in zip(*found[each], strict=True))
         report.add(each, new, known, beyond[each], beyond[each] / beyond["lru"])
     report.notes.append(f"medians of {turns} turns of {PICTURES} pictures, one request at a time")
+    report.notes.append("lru is this checkout's code with arrays in messages, no earlier code")
     return report
 
 

@@ -47,6 +47,7 @@ ALIGNMENT = 64
 """Arrays start at multiples of this many bytes."""
 WORKING_BYTES = 256 << 20
 """Slabs beside the cache's budget, at most: items on their way, and free slabs."""
+MFD_NOEXEC_SEAL = 8
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = (
@@ -60,9 +61,22 @@ _SEALS = (fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL) if hasatt
 ) else 0  # fmt: skip
 
 
-def slabs_supported() -> bool:
-    """Whether this system has sealed memory files (Linux)."""
-    return hasattr(os, "memfd_create") and _SEALS != 0
+def why_no_slabs() -> str | None:
+    """What stands in the way of shared memory in this process; None: nothing.
+
+    Some builds of Python lack the calls, and containers may forbid them.
+    """
+    if not hasattr(os, "memfd_create") or not _SEALS:
+        return "this Python has no sealed memory files"
+    try:
+        fd = create_memory(SMALLEST)
+        try:
+            map_memory(fd, SMALLEST)
+        finally:
+            os.close(fd)
+    except (OSError, ProtocolError) as error:
+        return str(error)
+    return None
 
 
 def slab_capacity(cache_bytes: int) -> int:
@@ -81,8 +95,18 @@ def slab_size(nbytes: int) -> int:
 
 
 def create_memory(nbytes: int) -> int:
-    """A descriptor of new memory that nobody can cut short or lengthen. Raises `OSError`."""
-    fd = os.memfd_create("lookonce-slab", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    """A descriptor of new memory that nobody can cut short, lengthen or execute. Raises `OSError`.
+
+    Hosts may refuse memory that could be executed (`vm.memfd_noexec`); a kernel before 6.3 does not
+    know that flag.
+    """
+    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+    try:
+        fd = os.memfd_create("lookonce-slab", flags | MFD_NOEXEC_SEAL)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        fd = os.memfd_create("lookonce-slab", flags)
     try:
         os.ftruncate(fd, nbytes)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)

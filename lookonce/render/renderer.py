@@ -759,7 +759,12 @@ async def open_renderer(
         loader = MediaLoader(media, fetched=share.counts.by_label("media_fetches_total"))
         stack.push_async_callback(loader.aclose)
         settings = processing_settings(model, media, documents_only=family is None)
-        pool = MediaPool(settings, share=share, max_queue_per_tenant=MAX_QUEUE_PER_TENANT)
+        pool = MediaPool(
+            settings,
+            share=share,
+            max_queue_per_tenant=MAX_QUEUE_PER_TENANT,
+            check_processed=None if family is None else family.check_processed,
+        )
         stack.push_async_callback(pool.aclose)
         resolver = None
         if family is not None:

@@ -20,6 +20,7 @@ from lookonce.cache.slabs import (
     ALIGNMENT,
     HUGE_PAGE,
     LARGE,
+    MFD_NOEXEC_SEAL,
     SMALLEST,
     SlabOwner,
     create_memory,
@@ -27,6 +28,7 @@ from lookonce.cache.slabs import (
     slab_capacity,
     slab_size,
 )
+from lookonce.engine.process.main import usable_slab_bytes
 from lookonce.errors import ProtocolError
 from lookonce.types.media import ITEM_OVERHEAD, Array, Expansion, ProcessedItem
 from tests.support.render.slab_engine import SlabEngine
@@ -53,6 +55,36 @@ def test_a_slab_is_whole_pages_and_at_most_an_eighth_too_large(nbytes: int) -> N
     assert slab_size(size) == size, "a class is its own class"
     assert size == SMALLEST or size - nbytes < nbytes / 8
     assert size < 16 << 20 or size % HUGE_PAGE == 0
+
+
+@pytest.mark.parametrize(
+    ("refused", "says"),
+    [
+        (lambda flags: 0, None),
+        (lambda flags: errno.EINVAL if flags & MFD_NOEXEC_SEAL else 0, None),  # an old kernel
+        (lambda flags: 0 if flags & MFD_NOEXEC_SEAL else errno.EACCES, None),  # vm.memfd_noexec=2
+        (lambda flags: errno.EPERM, "not permitted"),  # a container's seccomp profile
+        (None, "this Python"),
+    ],
+)
+def test_where_there_is_no_shared_memory_the_engine_does_without(
+    refused, says, monkeypatch, caplog
+) -> None:
+    create = os.memfd_create
+
+    def judged(name: str, flags: int) -> int:
+        code = refused(flags)
+        if code:
+            raise OSError(code, os.strerror(code))
+        return create(name, flags & ~MFD_NOEXEC_SEAL)
+
+    if refused is None:
+        monkeypatch.delattr(os, "memfd_create")
+    else:
+        monkeypatch.setattr(os, "memfd_create", judged)
+    assert usable_slab_bytes(1 << 20) == (2 << 20 if says is None else 0)
+    assert says is None or says in caplog.text
+    assert says is not None or not caplog.text
 
 
 def test_a_slab_cannot_be_cut_short_or_lengthened() -> None:

@@ -8,12 +8,19 @@ import logging
 import msgspec
 import pytest
 
+from lookonce.cache.slabs import SlabOwner
+from lookonce.engine.process import input_thread
+from lookonce.engine.process.input_thread import SILENT_BEATS, InputThread
+from lookonce.engine.process.receiver_cache import ReceiverCache
+from lookonce.engine.process.step_loop import StepChannel
 from lookonce.ipc.messages import (
     Abort,
     Accepted,
+    Claim,
     Deltas,
     Heartbeat,
     Hello,
+    Hints,
     Rejected,
     ResendMedia,
     SupplyMedia,
@@ -196,3 +203,54 @@ def test_heartbeats_go_on_while_a_step_takes_long(speak):
         await client.deltas_until_finished()
 
     speak(scenario)
+
+
+class ScriptedChannel:
+    """Gives the input thread one list of messages with each poll, and ends it after the last."""
+
+    def __init__(self, script):
+        self.script = iter(script)
+        self.sent = []
+
+    def poll(self, timeout):
+        messages = next(self.script, None)
+        if messages is None:
+            self.thread.stop()
+        return messages or []
+
+    def send(self, sender, message, fds=()):
+        self.sent.append((sender, message))
+        return True
+
+    def wake(self):
+        pass
+
+    close = wake
+
+
+@pytest.mark.parametrize("silent", [True, False])
+def test_the_claims_of_a_sender_that_answers_no_heartbeat_pass_on(silent, monkeypatch):
+    """A stopped API process keeps its connection: the others must not wait until it goes on."""
+    monkeypatch.setattr(input_thread, "HEARTBEAT_SECONDS", 0.0)  # one with each poll
+    claims = [(sender, Claim(1, 1, key("cat"))) for sender in ("a", "b")]
+    channel = ScriptedChannel(
+        [
+            [("a", Hello("a")), ("b", Hello("b"))],
+            claims,
+            *([] if silent else claims[:1] for _ in range(SILENT_BEATS)),
+            [],
+        ]
+    )
+    channel.thread = InputThread(
+        channel,
+        ReceiverCache(1),
+        StepChannel(channel.wake, channel),
+        SlabOwner(0),
+        num_senders=2,
+        max_queue=1,
+        max_sessions=1,
+        max_tenant_sessions=1,
+    )
+    channel.thread.run()
+    granted = {sender for sender, message in channel.sent if isinstance(message, Hints)}
+    assert granted == ({"a", "b"} if silent else {"a"})

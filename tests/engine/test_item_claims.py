@@ -158,6 +158,30 @@ def test_a_claim_is_repeated_until_it_is_answered(monkeypatch):
     run(scenario)
 
 
+def test_who_makes_an_item_repeats_its_claim_with_each_heartbeat():
+    async def scenario():
+        site, made = Site(), asyncio.Event()
+
+        async def make():
+            async with site.claims.claimed(key(1)) as publish:
+                await made.wait()
+                await publish(item(900))
+
+        site.claims.show_life()
+        assert site.sent == []
+        task = await sent_by(asyncio.create_task(make()))
+        site.answer(granted=(1,))
+        await sent_by(task)
+        site.claims.show_life()
+        assert site.sent == [Claim(1, 1, key(1))] * 2
+        made.set()
+        await task
+        site.claims.show_life()
+        assert len(site.sent) == 3, "nothing is claimed any more"
+
+    run(scenario)
+
+
 def test_without_an_engine_whoever_waits_makes_the_item():
     async def scenario():
         site = Site()

@@ -28,6 +28,7 @@ from tests.support.engine.sender_receiver_world import Api, Engine, World
 PICK = st.integers(0, 11)
 NUMBERS = st.lists(st.integers(0, 11), min_size=1, max_size=5)
 SELDOM = st.sampled_from([True, False, False])
+DISTURBANCES = ("reset", "restart", "forget", "silence")
 FATES = st.sampled_from(["serve", "serve", "covered", "reject"])
 
 
@@ -136,7 +137,7 @@ def build_machine(**world_parts):
             if really:
                 self.api(who).spoil(which)
 
-        @rule(who=PICK, what=st.sampled_from(["reset", "restart", "forget"] + [None] * 6))
+        @rule(who=PICK, what=st.sampled_from([*DISTURBANCES, *[None] * 6]))
         def disturb(self, who, what):
             if what == "reset":
                 self.world.engine.reset()
@@ -144,6 +145,8 @@ def build_machine(**world_parts):
                 self.world.restart_engine()
             elif what == "forget":
                 self.world.engine.forget(self.api(who).name)
+            elif what == "silence":
+                self.world.engine.pass_over(self.api(who).name)
 
         @rule()
         def settle(self):
@@ -456,6 +459,18 @@ def test_the_claim_of_a_sender_that_is_gone_passes_on(broken):
     world.engine.forget(first.name)
     deliver(world, second)
     assert second.to_make() == ([] if broken else [first.to_make()[0]])
+
+
+def test_the_claim_of_a_silent_sender_passes_on_and_both_may_end_it():
+    world, first, second = both_claim()
+    world.engine.pass_over(first.name)
+    world.engine.pass_over(second.name)  # nobody waits for it: it keeps the claim
+    deliver(world, second)
+    assert second.to_make() == first.to_make()
+    first.repeat_claims()  # it is alive after all, and waits in the queue now
+    deliver(world, first)
+    world.settle()
+    assert (first.processed, second.processed) == (1, 1)
 
 
 @pytest.mark.parametrize("broken", [False, True])

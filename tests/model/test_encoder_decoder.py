@@ -51,7 +51,9 @@ def subject(request, tmp_path_factory) -> Subject:
 
 
 def make_case(family: SpeechProcessing, prompt: list[int], clip: np.ndarray) -> Case:
-    item = family.window(family.process("audio", clip, {}), 0)
+    whole = family.process("audio", clip, {})
+    family.check_processed(whole)
+    item = family.window(whole, 0)
     name, array = next(iter(item.arrays.items()))
     key = hashlib.sha256(bytes(array.data)).digest()
     values = torch.from_numpy(np.frombuffer(array.data, np.float32).reshape(array.shape).copy())

@@ -12,19 +12,21 @@ import os
 import msgspec
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import nn
 from transformers.utils import is_torchvision_available
 
 from lookonce.config import ModelConfig
-from lookonce.errors import BadRequestError, ModelLoadError
+from lookonce.errors import BadRequestError, LookOnceError, ModelLoadError
 from lookonce.model.families.general import GeneralMediaFamily
 from lookonce.model.families.registry import FAMILIES
 from lookonce.model.loader import load_model
 from lookonce.model.proof import _cuts_inside, largest, prove_media
+from lookonce.render.families.arrays import int64_array
 from lookonce.render.families.registry import FAMILIES as RENDER_FAMILIES
 from lookonce.render.families.registry import load_family, media_examples
 from lookonce.render.media.external_items import item_from_arrays
-from lookonce.types.media import MediaExample
+from lookonce.types.media import Expansion, MediaExample
 from lookonce.types.model import GENERAL_MEDIA
 from tests.support.model.cases import picture
 from tests.support.model.chats import render
@@ -109,6 +111,14 @@ def test_processed_items_are_refused(folder):
     item = family.process("image", picture(1), {})
     with pytest.raises(BadRequestError, match="takes no processed image items"):
         item_from_arrays(family, "image", item.arrays)
+    family.check_processed(item)
+    for wrong in (
+        replace(item, expansion=Expansion(item.expansion.runs, item.expansion.embed_token_id + 1)),
+        replace(item, expansion=replace(item.expansion, grid=(1, 2, 2))),
+        replace(item, arrays={**item.arrays, "image_grid_thw": int64_array(1, 1 << 30, 1 << 30)}),
+    ):
+        with pytest.raises(LookOnceError):
+            family.check_processed(wrong)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -68,6 +68,7 @@ class TestOptions:
         expansion = item.expansion.token_ids()
         assert list(found["input_ids"][0])[-len(expansion) :] == expansion
         assert item.expansion == family.expansion_of_size("image", image.size, options)
+        family.check_processed(item)
 
     @pytest.mark.parametrize(
         ("kind", "kwargs"),

@@ -5,6 +5,7 @@ Arrays against the image processor as the full processor calls it, prompts again
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,10 +13,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from PIL import Image
 
-from lookonce.errors import UnprocessableMediaError
-from lookonce.render.families.qwen2_5_vl import smart_size
+from lookonce.errors import LookOnceError, UnprocessableMediaError
+from lookonce.render.families.qwen2_5_vl import enlarged_at_most, smart_size
+from lookonce.types.media import Expansion
 from tests.support.render import hugging_face
 from tests.support.render.samples import PICTURE_KINDS, SIZES, load, numpy_of, picture
 
@@ -73,6 +76,11 @@ def test_the_arrays_of_an_item_tell_its_expansion(folder: FolderMaker, kind: str
     for size in SOME_SIZES:
         item = family.process("image", picture(*size), {})
         assert family.expansion_of_arrays("image", item.arrays) == item.expansion
+        family.check_processed(item)
+        with pytest.raises(LookOnceError, match="another expansion"):
+            family.check_processed(replace(item, expansion=Expansion(((7, 3),), 7)))
+        with pytest.raises(LookOnceError, match="no others"):
+            family.check_processed(replace(item, arrays={}))
 
 
 @pytest.mark.parametrize("kind", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen2_5_omni", "nano"])
@@ -125,6 +133,7 @@ def test_qwen_sizes_follow_smart_resize(width: int, height: int, low: int, extra
             smart_size(width, height, **bounds)
     else:
         assert smart_size(width, height, **bounds) == expected[::-1]
+        assert math.prod(expected) <= enlarged_at_most(low + extra, 28)
 
 
 @settings(deadline=None, max_examples=60)

@@ -312,6 +312,7 @@ def test_pictures_are_what_hugging_face_makes_of_them(
     )["pixel_values"]
     assert np.array_equal(numpy_of(item.arrays["pixel_values"]).ravel(), theirs.ravel())
     assert item.expansion.num_embeds == published.num_embeds
+    family.check_processed(item)
 
 
 def _asked(family: ProcessorFamily) -> Json:
@@ -338,3 +339,4 @@ def test_sounds_are_what_hugging_face_makes_of_them(
     ours = numpy_of(item.arrays["input_features"])
     np.testing.assert_allclose(ours.ravel(), theirs.ravel(), rtol=0, atol=1e-6)
     assert item.expansion.num_embeds == published.num_embeds
+    family.check_processed(item)

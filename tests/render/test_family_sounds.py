@@ -141,6 +141,7 @@ def test_the_expansion_is_known_from_the_length_and_from_the_arrays(
     assert item.expansion.grid is None
     assert item.expansion == family.expansion_of_size("audio", samples.shape, {})
     assert item.expansion == family.expansion_of_arrays("audio", item.arrays)
+    family.check_processed(item)
 
 
 def test_silence_is_silent(folder: FolderMaker) -> None:

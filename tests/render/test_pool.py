@@ -23,6 +23,7 @@ import soundfile
 from PIL import Image
 
 from lookonce.errors import (
+    BadRequestError,
     DrainingError,
     ModelLoadError,
     QueueFullError,
@@ -32,14 +33,21 @@ from lookonce.errors import (
     http_status,
 )
 from lookonce.ipc import framing
+from lookonce.render.families.registry import load_family
 from lookonce.render.media import cost
 from lookonce.render.media import pool as pool_module
 from lookonce.render.media.fair_queue import MediaQueue
 from lookonce.render.media.pdf import PagesJob
-from lookonce.render.media.pool import MediaPool, ServerShare, share_of_workers
+from lookonce.render.media.pool import (
+    CheckProcessed,
+    MediaPool,
+    ServerShare,
+    share_of_workers,
+)
 from lookonce.render.media.processing import MediaJob, Processed, Processing, ProcessingSettings
+from lookonce.types.media import ProcessedItem
 from tests.support.render.doubles import until
-from tests.support.render.fake_worker import EXPANSIONS, PAGES
+from tests.support.render.fake_worker import EXPANSIONS, PAGES, TIMES
 
 FAKE = (sys.executable, "-m", "tests.support.render.fake_worker")
 
@@ -50,7 +58,12 @@ def settings(folder: str = "any") -> ProcessingSettings:
 
 @asynccontextmanager
 async def fake_pool(
-    num_workers: int = 1, *, max_queue: int = 100, job_timeout: float = 60.0, folder: str = "any"
+    num_workers: int = 1,
+    *,
+    max_queue: int = 100,
+    job_timeout: float = 60.0,
+    folder: str = "any",
+    check_processed: CheckProcessed | None = None,
 ) -> AsyncIterator[MediaPool]:
     pool = MediaPool(
         settings(folder),
@@ -58,6 +71,7 @@ async def fake_pool(
         max_queue=max_queue,
         job_timeout=job_timeout,
         command=FAKE,
+        check_processed=check_processed,
     )
     try:
         await pool.start()
@@ -397,13 +411,30 @@ def test_a_worker_that_names_an_impossible_item_is_ended() -> None:
     async def scenario() -> None:
         async with fake_pool(1) as pool:
             before = worker_of(await pool.run(job()))
-            for impossible in (*EXPANSIONS, b"arrays without end"):
+            for impossible in (*EXPANSIONS, b"arrays without end", *TIMES):
                 with pytest.raises(UnprocessableMediaError, match="crashed"):
                     await pool.run(job(impossible))
                 now = worker_of(await pool.run(job()))
                 assert now != before, impossible
                 before = now
-            assert pool.killed["crashed"] == len(EXPANSIONS) + 1
+            assert pool.killed["crashed"] == len(EXPANSIONS) + 1 + len(TIMES)
+
+    asyncio.run(scenario())
+
+
+def test_an_item_that_the_processor_cannot_have_made_ends_its_worker() -> None:
+    def check(item: ProcessedItem) -> None:
+        if bytes(item.arrays["data"].data) != b"possible":
+            raise BadRequestError("impossible")
+
+    async def scenario() -> None:
+        async with fake_pool(1, check_processed=check) as pool:
+            before = worker_of(await pool.run(job(b"possible")))
+            with pytest.raises(UnprocessableMediaError, match="crashed"):
+                await pool.run(job(b"impossible"))
+            assert worker_of(await pool.run(job(b"possible"))) != before
+            assert pool.killed["crashed"] == 1
+            await pool.run(MediaJob("video", b"frames of a film are no item", {"frames": (1,)}))
 
     asyncio.run(scenario())
 
@@ -490,6 +521,22 @@ def test_a_job_whose_worker_died_before_it_began_is_tried_once_more(tmp_path: Pa
             before = worker_of(await pool.run(job()))
             made = await pool.run(job(b"die before " + bytes(tmp_path / "died")))
             assert worker_of(made) != before
+            assert pool.killed.total() == 0
+
+    asyncio.run(scenario())
+
+
+def test_a_job_that_a_stopped_worker_has_not_begun_goes_to_another_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pool_module, "BEGIN_TIMEOUT", 1.0)
+
+    async def scenario() -> None:
+        async with fake_pool(1) as pool:
+            stopped = worker_of(await pool.run(job()))
+            os.kill(stopped, signal.SIGSTOP)
+            assert worker_of(await pool.run(job())) != stopped
+            assert not is_alive(stopped)
             assert pool.killed.total() == 0
 
     asyncio.run(scenario())
@@ -705,7 +752,13 @@ class TestRealWorkers:
 
     @pytest.fixture(scope="class")
     def pool(self, nano_folder: Path) -> Iterator[MediaPool]:
-        pool = MediaPool(settings(str(nano_folder)), share=ServerShare(num_workers=1))
+        family = load_family(nano_folder, "float32")
+        assert family is not None
+        pool = MediaPool(
+            settings(str(nano_folder)),
+            share=ServerShare(num_workers=1),
+            check_processed=family.check_processed,
+        )
         asyncio.run(pool.start())
         yield pool
         asyncio.run(pool.aclose())

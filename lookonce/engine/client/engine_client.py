@@ -343,6 +343,7 @@ class EngineClient:
                     self._resender.start(self._requests[request_id], keys)
             case Heartbeat():
                 self._health.beat(message, self.sender.epoch)
+                self.claims.show_life()
                 self.slabs.sweep()
             case Welcome():
                 self._welcome(message)

@@ -7,8 +7,9 @@
                   └─────▶ held: the item has been added; look it up
 
 A claim is held only while its item is being made and sent, and whoever makes an item waits for no
-other: there is no circle of waiting processes. Without an engine, or with one API process,
-everything is granted at once.
+other: there is no circle of waiting processes. A process that is stopped while it holds a claim
+answers no heartbeat (`show_life`), and the engine grants its claims to those who wait. Without an
+engine, or with one API process, everything is granted at once.
 """
 
 from __future__ import annotations
@@ -79,6 +80,13 @@ class ItemClaims:
             if not self._sender.has_claim(number):
                 self._end(Unclaim(self._sender.epoch, number))
             self._settle(number, granted=True)
+
+    def show_life(self) -> None:
+        """Tell the engine, which has sent a heartbeat, that whoever holds a claim here is alive:
+        the claims of a process that stays silent pass on to those who wait."""
+        claim = self._sender.oldest_claim()
+        if claim is not None:
+            self._send(claim)
 
     def forget_all(self) -> None:
         """The engine that knew the claims is gone: whoever waits makes the item without one."""

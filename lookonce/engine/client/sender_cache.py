@@ -306,6 +306,12 @@ class SenderCache:
         self._claims[self._num_claims] = key
         return Claim(self.epoch, self._num_claims, key)
 
+    def oldest_claim(self) -> Claim | None:
+        """The open claim that was made first."""
+        for number, key in self._claims.items():
+            return Claim(self.epoch, number, key)
+        return None
+
     def has_claim(self, number: int) -> bool:
         return number in self._claims
 

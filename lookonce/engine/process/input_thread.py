@@ -90,6 +90,10 @@ logger = logging.getLogger(__name__)
 audit_logger = logging.getLogger("lookonce.audit")
 
 HEARTBEAT_SECONDS = 0.5
+SILENT_BEATS = 10
+"""Heartbeats after which a sender that has sent nothing since makes nothing that others wait for:
+an API process that has claimed an item answers each. Beats are counted and not seconds, so that an
+engine that was stopped itself takes nobody for silent."""
 MAX_LOST = 64
 """Unreachable senders that are remembered; one forgotten that comes back must say hello."""
 
@@ -132,8 +136,11 @@ class InputThread:
         self._grammar_pool = GrammarCompilerPool(channel.wake)
         """Requests whose grammar is being compiled, and which the step thread does not have yet."""
         self._num_clears = 0
+        self._unanswered: Counter[str] = Counter()
+        """Sender → heartbeats since its last message."""
         self._claims_moved = False
-        """A sender has gone: others may have been granted its claims, and are yet to be told."""
+        """A sender has gone, or is silent: others may have been granted its claims, and are yet to
+        be told."""
         self._stopped = False
 
     # --- called by other threads --------------------------------------------------------------
@@ -174,9 +181,21 @@ class InputThread:
     def _beat(self, on_beat: Callable[[float], None]) -> None:
         stalled, ready = self._step_channel.stalled_seconds, self._preprocessor is not None
         self._broadcast(Heartbeat(self._receiver_cache.epoch, ready, stalled))
+        self._pass_over_silent()
         on_beat(stalled)
 
+    def _pass_over_silent(self) -> None:
+        """An API process that is stopped makes none of the items that it has claimed."""
+        for sender in self._senders:
+            self._unanswered[sender] += 1
+            if self._unanswered[sender] < SILENT_BEATS:
+                continue
+            if self._receiver_cache.pass_claims_on(sender):
+                self._claims_moved = True
+                logger.warning("an API process is silent: others make the items that it claimed")
+
     def _receive(self, sender: str, message: ClientMessage | Unreadable) -> None:
+        self._unanswered.pop(sender, None)
         if sender in self._lost and not isinstance(message, Hello):
             self._restore_sender(sender)
         if not isinstance(message, Hello) and sender not in self._senders:
@@ -251,6 +270,7 @@ class InputThread:
     def _goodbye(self, sender: str) -> None:
         logger.warning("API process disconnected")
         self._senders.discard(sender)
+        self._unanswered.pop(sender, None)
         self._lost[sender] = set(self._end_requests(sender))
         if len(self._lost) > MAX_LOST:
             del self._lost[next(iter(self._lost))]

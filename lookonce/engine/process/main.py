@@ -24,7 +24,7 @@ from typing import NoReturn
 
 import msgspec
 
-from lookonce.cache.slabs import slab_capacity
+from lookonce.cache.slabs import slab_capacity, why_no_slabs
 from lookonce.engine.process.build import EngineThreads
 from lookonce.engine.process.engine_core import EngineCore, RequestPreprocessor
 from lookonce.engine.process_io import (
@@ -91,7 +91,7 @@ def serve(settings: EngineSettings, load: Load, progress: ProgressPipe, started:
         max_queue=settings.scheduler.max_queue,
         max_sessions=settings.scheduler.max_sessions,
         max_tenant_sessions=settings.scheduler.max_tenant_sessions,
-        slab_bytes=slab_capacity(settings.media.shared_cache_bytes),
+        slab_bytes=usable_slab_bytes(settings.media.shared_cache_bytes),
     )
     threads.start_input(
         on_beat=lambda stalled: progress.tell(EngineAlive(stalled)),
@@ -104,6 +104,19 @@ def serve(settings: EngineSettings, load: Load, progress: ProgressPipe, started:
     threads.open(preprocessor)
     progress.tell(Serving(time.monotonic() - started))
     threads.run_steps(core)
+
+
+def usable_slab_bytes(cache_bytes: int) -> int:
+    """What may be leased for a cache of so many bytes; 0 where this process gets no shared
+    memory, and items travel in messages."""
+    problem = why_no_slabs() if cache_bytes else None
+    if problem is not None:
+        logger.warning(
+            "no shared memory for media: %s; the cache works as with --mm-processor-cache-type lru",
+            problem,
+        )
+        return 0
+    return slab_capacity(cache_bytes)
 
 
 def _watch_parent(address: str) -> None:

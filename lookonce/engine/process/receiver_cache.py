@@ -11,8 +11,8 @@ Claims let one sender at a time make an item:
 
     key → [ holder │ waiting … ]    in the order they came; the holder has been granted the claim
 
-A queue ends when its item is added: all who wait are told. When the holder gives up or goes, the
-next one is granted.
+A queue ends when its item is added: all who wait are told. When the holder gives up, goes or is
+silent for long, the next one is granted.
 """
 
 from __future__ import annotations
@@ -217,6 +217,20 @@ class ReceiverCache:
             if len(queue) == 1:
                 claimant.granted.append(number)
         return True
+
+    def pass_claims_on(self, sender: str) -> bool:
+        """A sender has been silent: end those of its granted claims for which others wait, who are
+        granted them. Whether there were any. The sender may repeat a claim, and waits then, too."""
+        known = self._senders.get(sender)
+        waited_for = [
+            number
+            for number, key in (known.claims.items() if known else ())
+            if self._claims[key][0] == (sender, number)
+            and any(name != sender for name, _ in self._claims[key])
+        ]
+        for number in waited_for:
+            self._end_claim(sender, number)
+        return bool(waited_for)
 
     def unclaim(self, sender: str, message: Unclaim) -> None:
         """End a claim; one that is not open any more is no mistake."""

@@ -107,6 +107,13 @@ class ProcessorFamily(ABC):
         """
         raise refuse_arrays(f"this model does not take processed {modality} items")
 
+    def check_processed(self, item: ProcessedItem) -> None:
+        """Refuse what a media worker says that `process` has made and that it cannot have made: by
+        names, dtypes and shapes of the arrays, the values that decide a shape, and the expansion.
+        Floats are not read. Raises `LookOnceError`."""
+        if self.expansion_of_arrays(item.modality, item.arrays) != item.expansion:
+            raise refuse_arrays(f"the arrays of the {item.modality} have another expansion")
+
     def film_layout(self, info: FilmInfo, options: Options, most_frames: int) -> FilmLayout:
         """What a film's placeholder becomes; `options` are `item_options` of "video".
 

@@ -6,6 +6,7 @@ beside token ids is the item's arrays. Nothing is known of an item before it is 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from importlib.metadata import version
@@ -142,6 +143,25 @@ class GeneralProcessing(ProcessorFamily):
             f"this model type takes no processed {modality} items: what their tokens are is known "
             "from the encoded media alone; send that"
         )
+
+    def check_processed(self, item: ProcessedItem) -> None:
+        """As far as anything is known: the token that takes rows, and grids of patches, which are
+        as many as the arrays have numbers at most."""
+        numbers = sum(math.prod(array.shape) for array in item.arrays.values())
+        for name, array in item.arrays.items():
+            if not name.endswith("grid_thw"):
+                continue
+            if array.dtype not in ("int64", "int32"):
+                raise refuse_arrays(f"{name} is {array.dtype}; it must be whole numbers")
+            grid: list[int] = np.frombuffer(array.data, array.dtype).tolist()
+            if min(grid, default=0) < 1 or math.prod(grid) > numbers:
+                raise refuse_arrays(f"{name} has more patches than there are")
+        expansion, token = item.expansion, self._tokens.get(item.modality)
+        if (expansion.embed_token_id, expansion.grid) != (
+            token,
+            self._grid(item.modality, item.arrays),
+        ):
+            raise refuse_arrays(f"the {item.modality} has another placeholder or grid")
 
     def process(self, modality: Modality, decoded: Decoded, options: Options) -> ProcessedItem:
         """The processor's arrays as it gives them for a prompt of this item's placeholder."""

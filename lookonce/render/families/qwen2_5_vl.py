@@ -184,9 +184,9 @@ class QwenImages:
         }
         check_arrays(arrays, expected)
         rows, columns = patch_grid(arrays, "pixel_values", "image_grid_thw", merge=self.merge)
-        # A thin picture may exceed max_pixels: its shorter side is rounded up to a whole patch.
-        thinnest = self._factor * math.isqrt(MAX_SIDE_RATIO * self.max_pixels)
-        limit = max(self.max_pixels, thinnest)
+        # A picture may exceed max_pixels: the shorter side of a thin one is rounded up to a whole
+        # patch, and both sides of one that is enlarged to min_pixels, which may be max_pixels.
+        limit = enlarged_at_most(self.max_pixels, self._factor)
         if rows * columns * self.patch**2 > limit:
             raise refuse_arrays(f"the picture has more than {limit} pixels")
         return self._expansion(rows // self.merge, columns // self.merge)
@@ -242,6 +242,11 @@ def smart_size(
         new_height = math.ceil(height * scale / factor) * factor
         new_width = math.ceil(width * scale / factor) * factor
     return new_width, new_height
+
+
+def enlarged_at_most(pixels: int, factor: int) -> int:
+    """No less than the pixels of any result of `smart_size` whose bounds are so many or fewer."""
+    return pixels + 2 * factor * (math.isqrt(MAX_SIDE_RATIO * pixels) + 1) + factor**2
 
 
 def _bound(name: str, kwargs: Mapping[str, object], edge: object, default: int) -> int:

@@ -13,7 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lookonce.errors import ModelLoadError
-from lookonce.render.families.arrays import STORAGE, float_array, int64_array
+from lookonce.render.families.arrays import (
+    STORAGE,
+    check_arrays,
+    float_array,
+    int64_array,
+    refuse_arrays,
+)
 from lookonce.render.families.base import Decoded, Options, ProcessorFamily
 from lookonce.render.families.processor_files import ProcessorFiles
 from lookonce.render.families.whisper import WhisperSound
@@ -63,6 +69,28 @@ class SpeechProcessing(ProcessorFamily):
         """The item of frames `[start, start + window_frames)` of a processed file, in memory of its
         own."""
 
+    @abstractmethod
+    def features_of(self, num_samples: int) -> tuple[str, str, tuple[int, ...]]:
+        """Name, dtype and shape of the features of a file of so many samples."""
+
+    def check_processed(self, item: ProcessedItem) -> None:
+        """Whoever cuts windows out of a file goes by its number of samples."""
+        sizes = item.arrays.get("num_samples")
+        if sizes is None or (sizes.dtype, sizes.shape) != ("int64", (1,)):
+            raise refuse_arrays("num_samples must be one int64")
+        num_samples = self.num_samples(item)
+        if not 0 < num_samples <= self.max_audio_seconds * self.sampling_rate:
+            raise refuse_arrays(f"a sound of {num_samples} samples")
+        name, dtype, shape = self.features_of(num_samples)
+        check_arrays(item.arrays, {name: (dtype, shape), "num_samples": ("int64", (1,))})
+        if item.expansion != self._expansion_of_file(num_samples):
+            raise refuse_arrays("the sound has another number of rows")
+
+    def _expansion_of_file(self, num_samples: int) -> Expansion:
+        """Of its first window."""
+        longest = self.window_frames * self.sampling_rate // self.frames_per_second
+        return self._expansion(self.num_rows(min(num_samples, longest)))
+
     @staticmethod
     def num_samples(item: ProcessedItem) -> int:
         return int(np.frombuffer(item.arrays["num_samples"].data, np.int64)[0])
@@ -100,6 +128,10 @@ class WhisperProcessing(SpeechProcessing):
 
     def num_rows(self, num_samples: int) -> int:
         return self._rows
+
+    def features_of(self, num_samples: int) -> tuple[str, str, tuple[int, ...]]:
+        frames = max(self._sound.span, num_samples) // self._sound.hop_length
+        return "input_features", self.dtype, (self._sound.num_bins, frames)
 
     def process(self, modality: Modality, decoded: Decoded, options: Options) -> ProcessedItem:
         """`input_features` [mel bins, frames]."""
@@ -150,6 +182,9 @@ class MoonshineProcessing(SpeechProcessing):
         assert isinstance(decoded, np.ndarray)
         rows = self.num_rows(min(len(decoded), self.window_frames * self._frame))
         return self._item({"input_values": float_array(decoded, "float32")}, len(decoded), rows)
+
+    def features_of(self, num_samples: int) -> tuple[str, str, tuple[int, ...]]:
+        return "input_values", "float32", (num_samples,)
 
     def num_frames(self, item: ProcessedItem) -> int:
         return -(-self.num_samples(item) // self._frame)

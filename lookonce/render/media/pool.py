@@ -53,7 +53,12 @@ from lookonce.ipc.worker_process import fork_worker, how_it_ended, start_worker
 from lookonce.render.media.cost import cpu_deadline
 from lookonce.render.media.fair_queue import MediaQueue, QueuedJob
 from lookonce.render.media.pdf import PagesJob, RenderedPages
-from lookonce.render.media.processing import MediaJob, Processed, ProcessingSettings
+from lookonce.render.media.processing import (
+    MediaJob,
+    Processed,
+    ProcessingSettings,
+    makes_item,
+)
 from lookonce.render.media.sandbox import SandboxReport
 from lookonce.render.media.worker import (
     ConfigureWorker,
@@ -88,6 +93,8 @@ MAX_QUEUE_PER_TENANT = 256
 START_TIMEOUT = 120.0
 JOB_TIMEOUT = 60.0
 """Seconds after which a worker that sends nothing counts as hung. CPU deadlines are shorter."""
+BEGIN_TIMEOUT = 10.0
+"""Seconds after which a worker that has not even taken up its job counts as hung."""
 ABANDONED_TIMEOUT = 1.0
 """Seconds that a job may go on after which nobody waits for it."""
 GUARD_INTERVAL = 0.1
@@ -111,6 +118,8 @@ MAX_ARRAYS = 64
 MAX_SLABS_PER_JOB = 16
 MAX_EXPANSION = 1 << 24
 """Prompt tokens of one item: more than any context, and few enough to be written out."""
+MAX_MILLISECONDS = 24 * 3600 * 1000.0
+"""That a job says it took."""
 WORKER = "lookonce.render.media.worker"
 WORKER_COMMAND = (sys.executable, "-m", WORKER)
 CPU_CLOCK = 2
@@ -120,6 +129,8 @@ KILL_REASONS: tuple[KillReason, ...] = get_args(KillReason)
 
 Job = MediaJob | PagesJob
 Made = Processed | RenderedPages
+CheckProcessed = Callable[[ProcessedItem], None]
+"""Raises `LookOnceError` (`ProcessorFamily.check_processed`)."""
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
@@ -197,10 +208,12 @@ class MediaPool:
         max_queue_per_tenant: int | None = None,
         job_timeout: float = JOB_TIMEOUT,
         command: Sequence[str] = WORKER_COMMAND,
+        check_processed: CheckProcessed | None = None,
     ) -> None:
         """`max_queue` bounds the jobs that wait for a worker, not counting those being processed,
         and `max_queue_per_tenant` those of one tenant; `job_timeout` is in seconds; `command`
-        starts a worker (the descriptor of its socket is appended) where no fork server does.
+        starts a worker (the descriptor of its socket is appended) where no fork server does;
+        `check_processed` refuses items that the model's processor cannot have made.
         """
         share = ServerShare() if share is None else share
         self.num_workers = share.num_workers or share_of_workers()
@@ -227,7 +240,9 @@ class MediaPool:
         self._num_idle = 0
         self._threads: list[threading.Thread] = []
         self._guard: threading.Thread | None = None
-        self._workers = _Workers(lambda: _WorkerProcess(command, settings, job_timeout, share))
+        self._workers = _Workers(
+            lambda: _WorkerProcess(command, settings, job_timeout, share, check_processed)
+        )
 
     @property
     def num_pending(self) -> int:
@@ -440,7 +455,7 @@ class MediaPool:
                 if self._closed:
                     raise _draining() from None
                 reason = self._lost(worker, running, hung=isinstance(error, TimeoutError))
-                if starts_left and not worker.has_begun and reason == "crashed":
+                if starts_left and not worker.has_begun and reason in ("crashed", "hung"):
                     continue
                 self._count_lost(reason, queued.job.job)
                 raise _lost_worker(queued.job.job, reason) from None
@@ -625,6 +640,7 @@ class _WorkerProcess:
         settings: ProcessingSettings,
         job_timeout: float,
         share: ServerShare,
+        check_processed: CheckProcessed | None = None,
     ) -> None:
         """Raises `ModelLoadError` when no process can be started. `configure` it before use."""
         slabs = share.slabs
@@ -632,6 +648,7 @@ class _WorkerProcess:
         self._slab_bytes = slab_capacity(share.shared_cache_bytes)
         self._busy = threading.Lock()
         """Held by whoever uses the link."""
+        self._check_processed = check_processed
         self._slab_pool = slabs
         self._slabs = None if slabs is None else slabs.writer(self._tell_dropped)
         self._job_timeout = job_timeout
@@ -700,6 +717,7 @@ class _WorkerProcess:
         if ahead is not None:
             granted[ahead.number] = ahead
         number = 0 if ahead is None else ahead.number
+        self._expect_beginning()
         send(
             self._link,
             JobRequest(
@@ -712,14 +730,16 @@ class _WorkerProcess:
             reply, _ = receive(self._link, self._replies, read_slab, MAX_HEAD_BYTES)
             match reply:
                 case JobBegun() if not self.has_begun:
-                    self.has_begun = True
+                    self._begun()
                 case SlabWanted(num_bytes, declined) if num_asked < MAX_ARRAYS:
                     num_asked += 1
                     if declined:
                         self._take_back(ahead, granted)
                     self._grant(num_bytes, granted)
                 case JobDone(processed):
-                    _check_item(processed.item, job)
+                    _check_item(processed, job)
+                    if self._check_processed is not None and makes_item(job):
+                        self._require_possible(processed.item)
                     return processed
                 case JobFailed(error, out_of_memory):
                     self.out_of_memory = out_of_memory
@@ -727,16 +747,34 @@ class _WorkerProcess:
                 case _:
                     raise LinkClosedError
 
+    def _expect_beginning(self) -> None:
+        """A worker that is stopped is found out soon, and its job goes to another one."""
+        self._link.settimeout(min(BEGIN_TIMEOUT, self._job_timeout))
+
+    def _begun(self) -> None:
+        self.has_begun = True
+        self._link.settimeout(self._job_timeout)
+
+    def _require_possible(self, item: ProcessedItem) -> None:
+        """Raises `LinkClosedError` for arrays that the model's processor cannot have made."""
+        assert self._check_processed is not None
+        try:
+            self._check_processed(item)
+        except LookOnceError as error:
+            logger.warning("a media worker's item is refused: %.200s", error.message)
+            raise LinkClosedError from None
+
     def _render(self, job: PagesJob) -> RenderedPages:
         request = PagesRequest(
             _encoded(job.data), job.first, job.count, job.pictures, job.request_id
         )
+        self._expect_beginning()
         send(self._link, request)
         while True:
             reply, _ = receive(self._link, self._replies)
             match reply:
-                case JobBegun():
-                    self.has_begun = True
+                case JobBegun() if not self.has_begun:
+                    self._begun()
                 case PagesDone(rendered):
                     _check_pages(rendered, job, self._settings.max_document_pages)
                     return rendered
@@ -851,10 +889,12 @@ def _array_in(
     return granted[number].array(dtype, shape, offset, nbytes)
 
 
-def _check_item(item: ProcessedItem, job: MediaJob) -> None:
-    """Raises `LinkClosedError` for an expansion that no prompt can have, another modality, or more
-    arrays than any item: this process writes out as many tokens as the worker says, and the engine
-    computes the positions of whole batches from the grid."""
+def _check_item(processed: Processed, job: MediaJob) -> None:
+    """Raises `LinkClosedError` for an expansion that no prompt can have, another modality, more
+    arrays than any item, or times that are none: this process writes out as many tokens as the
+    worker says, the engine computes the positions of whole batches from the grid, and times are
+    added up."""
+    item, times = processed.item, (processed.decode_ms, processed.process_ms)
     tokens, counts = zip(*item.expansion.runs, strict=True) if item.expansion.runs else ((), ())
     possible = (
         item.modality == job.modality
@@ -864,6 +904,7 @@ def _check_item(item: ProcessedItem, job: MediaJob) -> None:
         and all(0 <= token < 1 << 31 for token in tokens)
         and all(count > 0 for count in counts)
         and sum(counts) <= MAX_EXPANSION
+        and all(0 <= milliseconds < MAX_MILLISECONDS for milliseconds in times)
     )
     if not possible:
         raise LinkClosedError

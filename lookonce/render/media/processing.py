@@ -160,6 +160,11 @@ class Processing:
         return Processed(item, (middle - start) * 1e3, (end - middle) * 1e3)
 
 
+def makes_item(job: MediaJob) -> bool:
+    """Whether the job's result is an item: not what is in a film's file, or its frames."""
+    return job.modality != "video" or not {"index", "frames"} & job.options.keys()
+
+
 NO_EXPANSION = Expansion(((0, 1),), 0)
 """Of what is no item yet: the shortest that the pool takes."""
 

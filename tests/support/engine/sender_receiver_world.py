@@ -97,6 +97,8 @@ class Flight:
     parts: list[Part]
     granted: bool = False
     """Else it waits for the engine's word."""
+    passed_over: bool = False
+    """Its process was silent for long, and another one may make the item, too."""
 
 
 class Api:
@@ -193,10 +195,9 @@ class Api:
                 self.cancel(request)
 
     def repeat_claims(self) -> None:
-        """The engine has not answered for a while."""
+        """The engine has not answered for a while; or, for what is granted, a heartbeat came."""
         for name, flight in self.flights.items():
-            if not flight.granted:
-                self.outbox.append(Claim(self.sender.epoch, flight.number, name))
+            self.outbox.append(Claim(self.sender.epoch, flight.number, name))
         self.forgotten &= not self.world.engine.receiver_cache.knows(self.name)
 
     def to_make(self) -> list[bytes]:
@@ -555,6 +556,13 @@ class Engine:
             self._reject(self.world.apis[name], request_id, "EngineDeadError")
         self._send_hints()
 
+    def pass_over(self, name: str) -> None:
+        """The API process was silent for long: others make what it has claimed."""
+        if self.receiver_cache.pass_claims_on(name):
+            for flight in self.world.apis[name].flights.values():
+                flight.passed_over = True
+        self._send_hints()
+
     def _send_hints(self) -> None:
         """Replies carry what others added; they may be read long after that has gone again."""
         for name, api in self.world.apis.items():
@@ -640,7 +648,7 @@ class World:
             for name, flight in api.flights.items():
                 place = claims.get((api.name, flight.number))
                 answered = any(flight.number in m.held + m.granted for m in answers)
-                if flight.granted and place is not None:
+                if flight.granted and place is not None and not flight.passed_over:
                     assert name not in makers, "an item is made twice at a time"
                     makers.add(name)
                 elif not flight.granted and not api.outbox and not api.num_spoiled:
