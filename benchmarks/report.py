@@ -12,9 +12,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 
 Cell = str | float | int | None
+MOST_COLUMNS = 240
+"""Characters that a line of a table may have."""
 
 
 @dataclass(slots=True)
@@ -35,10 +38,14 @@ class Report:
     def show(self) -> None:
         table = Table(title=f"lookonce bench {self.name}", title_justify="left")
         for column in self.columns:
-            table.add_column(column, justify="left" if column is self.columns[0] else "right")
+            first = column is self.columns[0]  # what a row is about stays in one line
+            table.add_column(column, justify="left" if first else "right", no_wrap=first)
         for row in self.rows:
             table.add_row(*map(_text, row))
         console = Console()
+        widest = console.options.update(max_width=MOST_COLUMNS)
+        least = Measurement.get(console, widest, table).minimum  # no word is cut
+        console.width = max(console.width, least)
         console.print(table)
         for note in (*self.notes, machine()):
             console.print(note, style="dim")

@@ -81,6 +81,8 @@ SUPPORTED: dict[str, tuple[Modality, ...]] = {
     "qwen2_vl": ("image", "video"),
     "qwen3": (),
     "qwen3_moe": (),
+    "qwen3_omni_moe": ("image", "audio"),
+    "qwen3_omni_moe_thinker": ("image", "audio"),
     "qwen3_vl": ("image", "video"),
     "qwen3_vl_moe": ("image", "video"),
     "smolvlm": ("image",),
