@@ -83,6 +83,7 @@ class FilmWork(Protocol):
 class OpenFilm:
     """A film whose items are known: `sources` has one for each item of the layout."""
 
+    info: FilmInfo
     layout: FilmLayout
     sources: tuple[MediaSource, ...]
     names: tuple[Name, ...] = ()
@@ -149,14 +150,13 @@ class Films:
         record = self._work.uuids.resolve(scope, _name("film", source.uuid))
         if record is None:
             raise _not_held(source.param)
-        layout = self._family.film_layout(
-            FilmInfo(*FILM_RECORD.unpack(record)), options, self._max_frames
-        )
+        info = FilmInfo(*FILM_RECORD.unpack(record))
+        layout = self._family.film_layout(info, options, self._max_frames)
         made = [
             replace(source, uuid=_item_name(source, item.frames), options=layout.options)
             for item in layout.items
         ]
-        return OpenFilm(layout, tuple(made))
+        return OpenFilm(info, layout, tuple(made))
 
     def _names(self, source: MediaSource, scope: bytes, info: FilmInfo) -> list[Name]:
         if source.uuid is None:
@@ -193,7 +193,7 @@ class Films:
         names += self._unbound(
             [name for each in sent.values() for name in _frame_names(each)], scope
         )
-        return OpenFilm(film.layout, film.sources, tuple(names))
+        return replace(film, names=tuple(names))
 
     def _named_frame(self, source: MediaSource, scope: bytes) -> _Frame:
         digest, size = (
@@ -249,7 +249,7 @@ class Films:
 
     def _list_items(
         self, source: MediaSource, frames: Sequence[_Frame], options: Options
-    ) -> _ListedFilm:
+    ) -> OpenFilm:
         width, height = frames[0].size
         for number, frame in enumerate(frames):
             if frame.size != (width, height):
@@ -265,7 +265,7 @@ class Films:
             self._list_item(source, item.frames, [frames[n] for n in item.frames], layout.options)
             for item in layout.items
         ]
-        return _ListedFilm(info, layout, tuple(made))
+        return OpenFilm(info, layout, tuple(made))
 
     @staticmethod
     def _list_item(
@@ -310,7 +310,7 @@ class Films:
             )
             for item in layout.items
         ]
-        return OpenFilm(layout, tuple(made), tuple(self._names(source, scope, info)))
+        return OpenFilm(info, layout, tuple(made), tuple(self._names(source, scope, info)))
 
     async def _index(self, data: bytes, scope: bytes, tenant: str) -> FilmIndex:
         hashed = await asyncio.to_thread(_digest, scope, data)
@@ -338,13 +338,6 @@ class Films:
             _, dropped = self._indexes.popitem(last=False)
             self._index_bytes -= len(dropped.digests)
         return index
-
-
-@dataclass(frozen=True, slots=True)
-class _ListedFilm:
-    info: FilmInfo
-    layout: FilmLayout
-    sources: tuple[MediaSource, ...]
 
 
 @dataclass(frozen=True, slots=True)
