@@ -125,6 +125,7 @@ class Renderer:
             if family is None or resolver is None
             else ExternalItemResolver(family, resolver, own_slabs)
         )
+        self._max_film_items = (media or MediaConfig()).items_per_prompt["video"]
         self._films: Films | None = None
         if family is not None and resolver is not None and "video" in family.modalities:
             self._films = Films(family, resolver, media or MediaConfig())
@@ -554,6 +555,11 @@ class Renderer:
         return self._family is not None and self._family.item_alone
 
     @property
+    def takes_arrays(self) -> bool:
+        """Whether items may come processed."""
+        return self._family is not None and self._family.takes_arrays
+
+    @property
     def takes_messages(self) -> bool:
         """Whether the model has a chat template, or needs none."""
         whole = self._family is not None and self._family.whole_prompt is not None
@@ -659,6 +665,8 @@ class Renderer:
             raise BadRequestError("the model takes no media", param="features")
         for modality, count in Counter(each.modality for each in media).items():
             allowed = self._limits.get(modality, 0)
+            if modality == "video" and allowed:
+                allowed = self._max_film_items
             if modality not in self._encoder.placeholder_ids or count > allowed:
                 raise BadRequestError(
                     f"features: {count} items of type {modality}; at most {allowed} are allowed",

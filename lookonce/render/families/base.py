@@ -56,6 +56,8 @@ class ProcessorFamily(ABC):
     added to these tokens and to those that are generated, from position 0 on."""
     item_alone: ClassVar[bool] = False
     """A prompt is one text, or one item and no text, without a chat template."""
+    takes_arrays: ClassVar[bool] = True
+    """Whether items that were processed elsewhere are taken (`expansion_of_arrays`)."""
     needs_torch: ClassVar[bool] = False
     """Whether `process` needs torch, which workers otherwise go without."""
     sampling_rate: int = 0

@@ -74,6 +74,7 @@ class GeneralProcessing(ProcessorFamily):
     """Items have whatever arrays the model's processor gives for one item."""
 
     needs_torch = True
+    takes_arrays = False
 
     def __init__(self, files: ProcessorFiles, dtype: str) -> None:
         super().__init__(files, dtype)
