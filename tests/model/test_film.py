@@ -29,12 +29,11 @@ from tests.support.model.serving import (
     serve,
 )
 
-KINDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "media:internvl")
+KINDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "media:internvl", "qwen3_omni")
 FILMS = ((0, 1, 2, 3, 4), (2, 3, 4, 5), (0, 1, 2, 3, 4, 5, 6, 7))
 """A film with an odd number of frames; a window of it that moved on; a longer cut."""
-FPS = 4.0
-
-
+FPS = 2.0
+"""Qwen3-Omni's films take a rate at which two frames are a whole number of positions long."""
 SLOW_FPS = 0.25
 """So slow that the positions of the film reach beyond those of the text after it."""
 

@@ -330,9 +330,9 @@ def test_a_live_film_sends_its_new_frames_and_names_the_others(renderer):
     # A named frame in a pair that was never made: it has to come again.
     with pytest.raises(MediaNotCachedError, match=r"content\[0\]\[0\]: no media is held"):
         render(renderer, live("f2", 3))
+    part = live(1, 2)
+    part["video_url"]["url"][1]["uuid"] = "f3"
     with pytest.raises(ConflictError, match=r"content\[0\]\[1\]: this uuid is bound"):
-        part = live(1, 2)
-        part["video_url"]["url"][1]["uuid"] = "f3"
         render(renderer, part)
     assert kept
 

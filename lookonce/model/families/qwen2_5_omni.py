@@ -41,15 +41,16 @@ class Qwen2_5OmniFamily(Qwen2_5VLFamily):  # noqa: N801
 
 
 class Qwen3OmniFamily(Qwen3VLFamily):
-    """Pictures as Qwen3-VL's; sounds as Qwen2.5-Omni's, whose rows are 0 beyond their embedding:
-    nothing of them is added to later layers.
+    """Pictures and films as Qwen3-VL's; sounds as Qwen2.5-Omni's, with rows that are 0 beyond their
+    embedding: nothing of them is added to later layers.
 
     A sound is encoded in a call of its own: among longer ones, transformers pads the last span of
     one that is shorter than a span, which changes its rows.
     """
 
     model_types = ("qwen3_omni_moe_thinker", "qwen3_omni_moe")
-    modalities = ("image", "audio")
+    modalities = ("image", "audio", "video")
+    text_after_film_time = True
 
     @classmethod
     def transformers_class(cls) -> Any:
@@ -57,10 +58,10 @@ class Qwen3OmniFamily(Qwen3VLFamily):
         return import_module("transformers").Qwen3OmniMoeThinkerForConditionalGeneration
 
     def batch_key(self, modality: Modality, item: Tensors) -> Hashable:
-        return modality if modality == "image" else None
+        return None if modality == "audio" else modality
 
     def encode(self, modality: Modality, items: Sequence[Tensors]) -> list[Tensor]:
-        if modality == "image":
+        if modality != "audio":
             return super().encode(modality, items)
         return [self._encode_sound(_unpadded(item)) for item in items]
 

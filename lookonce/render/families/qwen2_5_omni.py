@@ -17,6 +17,8 @@ from PIL import Image
 from lookonce.errors import ModelLoadError, UnprocessableMediaError
 from lookonce.render.families.arrays import Arrays, check_arrays, float_array, refuse_arrays
 from lookonce.render.families.base import Decoded, Options, ProcessorFamily, token_id
+from lookonce.render.families.film import OPTION_NAMES as FILM_OPTIONS
+from lookonce.render.families.film import FilmInfo, FilmLayout, QwenFilms
 from lookonce.render.families.processor_files import ProcessorFiles, whisper_feature_extractor
 from lookonce.render.families.qwen2_5_vl import OPTION_NAMES, QwenImages
 from lookonce.render.families.whisper import MelSettings, log_mel, num_frames
@@ -24,6 +26,8 @@ from lookonce.types.media import Expansion, Modality, ProcessedItem
 
 LONGEST_SOUND = 2400.0
 """Seconds of sound that Qwen3-Omni is published for; nothing in its folder says it."""
+FILM_SIZE = {"shortest_edge": 128 * 32 * 32, "longest_edge": 768 * 32 * 32}
+"""Pixels of a frame of a film: Qwen3-Omni's processor says it, whatever its folder has."""
 
 
 class Qwen2_5OmniProcessing(ProcessorFamily):  # noqa: N801
@@ -128,9 +132,10 @@ class Qwen2_5OmniProcessing(ProcessorFamily):  # noqa: N801
 
 class Qwen3OmniProcessing(Qwen2_5OmniProcessing):
     """Sound without silence around it, in spans of a second that are downsampled eightfold, each by
-    itself: 13 tokens a second."""
+    itself: 13 tokens a second. Films as Qwen2.5-VL's, without their sound."""
 
     model_types = ("qwen3_omni_moe_thinker", "qwen3_omni_moe")
+    modalities = ("image", "audio", "video")
 
     def __init__(self, files: ProcessorFiles, dtype: str) -> None:
         super().__init__(files, dtype)
@@ -140,8 +145,44 @@ class Qwen3OmniProcessing(Qwen2_5OmniProcessing):
         sound = thinker.get("audio_config") or {}
         self._span_frames = 2 * int(sound.get("n_window", 50))
         self.max_audio_seconds = LONGEST_SOUND
+        bounds = {"min_pixels": None, "max_pixels": None, "size": FILM_SIZE}
+        self.films = QwenFilms(
+            {**files.video_processor, **bounds},
+            token_id(thinker, "video_token_id"),
+            dtype,
+            self.memory,
+            rule="omni",
+            tokens_per_second=float(thinker.get("position_id_per_seconds", 25)),
+        )
+
+    def placeholder_token_id(self, modality: Modality) -> int:
+        video = modality == "video"
+        return self.films.token_id if video else super().placeholder_token_id(modality)
+
+    def option_names(self) -> tuple[str, ...]:
+        return (*OPTION_NAMES, *FILM_OPTIONS)
+
+    def item_options(self, modality: Modality, kwargs: Mapping[str, object]) -> Options:
+        if modality == "video":
+            return self.films.options(kwargs)
+        return super().item_options(modality, kwargs)
+
+    def film_layout(self, info: FilmInfo, options: Options, most_frames: int) -> FilmLayout:
+        return self.films.layout(info, options, most_frames)
+
+    def expansion_of_arrays(self, modality: Modality, arrays: Arrays) -> Expansion:
+        if modality == "video":
+            return self.films.expansion_of_arrays(arrays)
+        return super().expansion_of_arrays(modality, arrays)
+
+    def process(self, modality: Modality, decoded: Decoded, options: Options) -> ProcessedItem:
+        if isinstance(decoded, tuple):
+            return self.films.process(decoded, options)
+        return super().process(modality, decoded, options)
 
     def largest_size(self, modality: Modality, max_tokens: int) -> tuple[int, ...] | None:
+        if modality == "video":
+            return None
         if modality == "image" or max_tokens < 1:
             return super().largest_size(modality, max_tokens)
         frames = int(self.max_audio_seconds * self.sampling_rate) // self.hop_length

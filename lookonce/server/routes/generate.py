@@ -255,8 +255,8 @@ ItemOf = Callable[[RenderedItem], Awaitable[ProcessedItem | None]]
 
 class Placeholder(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Where an item's tokens are. `is_embed` says which of them take encoder output: one boolean
-    per token, or `[start, end]` pairs relative to `offset`; null for all. `film_time`: of an item of
-    a film that models number in time, how far it lies after the film's beginning."""
+    per token, or `[start, end]` pairs relative to `offset`; null for all. `film_time`: how far an
+    item of a film lies after the film's beginning, for models whose positions say it."""
 
     offset: Start
     length: Count
