@@ -307,6 +307,21 @@ UNSERVABLE: dict[str, tuple[str, ...]] = {
 """Why → types of text-only models of transformers that loading would refuse. They are refused
 before anything is loaded. `make test-models` compares this with what loading finds."""
 
+UNSERVABLE_MEDIA: dict[str, tuple[str, ...]] = {
+    "it adds random noise to sounds: no two answers would agree": ("vibevoice_asr",),
+    "it applies one LoRA adapter to prompts with pictures and another to those with sounds": (
+        "phi4_multimodal",
+    ),
+    "layers of its decoder keep another state than keys and values": (
+        "nemo_speechlm",
+        "nemotron_h_omni",
+    ),
+    "layers of its decoder choose the keys that they attend to by an index of their own": (
+        "dots3_note",
+    ),
+}
+"""Why → types of models that hear which are refused before anything is loaded."""
+
 MEDIA_CONFIG = re.compile(
     r"(vision|visual|vit|image|video|audio|speech|sound|acoustic|codec|encoder|qformer|perceiver"
     r"|thinker|talker)(_\w+)?_config"
@@ -357,7 +372,7 @@ def check_served(config: Mapping[str, object]) -> None:
     tables: tuple[Collection[str], ...] = (SUPPORTED, GENERAL_TEXT, GENERAL_MEDIA, EMBEDDERS)
     if any(model_type in table for table in tables):
         return
-    for reason, types in UNSERVABLE.items():
+    for reason, types in (*UNSERVABLE.items(), *UNSERVABLE_MEDIA.items()):
         if model_type in types:
             raise unsupported(model_type, reason)
     if not model_type or config.get("is_encoder_decoder"):

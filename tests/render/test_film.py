@@ -109,6 +109,21 @@ def test_the_size_of_a_frame_is_that_of_transformers(count, width, height):
         assert (layout.options["height"], layout.options["width"]) == expected
 
 
+def test_frames_keep_their_size_where_the_bound_grows_with_their_number():
+    """The same pixels for a frame in each request, as docs/models.md says."""
+    subject = films("qwen3", size={"shortest_edge": 4096, "longest_edge": 25165824})
+    sizes: dict[bool, set[tuple[object, ...]]] = {True: set(), False: set()}
+    for count in range(2, 65):
+        info = FilmInfo(count, 2.0, 1920, 1080, chosen=True)
+        size = {"shortest_edge": 4096, "longest_edge": 200704 * count}
+        for grows, kwargs in ((True, {"size": size}), (False, {})):
+            sizes[grows].add(
+                tuple(subject.layout(info, subject.options(kwargs), 768).options.items())
+            )
+    assert len(sizes[True]) == 1
+    assert len(sizes[False]) > 1
+
+
 def test_the_client_may_choose_from_a_list():
     info = FilmInfo(20, 4.0, WIDTH, HEIGHT, chosen=True)
     subject = films("qwen3")
