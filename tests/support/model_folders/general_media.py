@@ -439,6 +439,319 @@ def _llama4(scale: Scale, ids: Mapping[str, int]) -> Json:
     }
 
 
+def _sam(scale: Scale, **over: Any) -> Json:
+    """A vision encoder of SAM's shape, whose attention stays inside windows."""
+    return {
+        "hidden_size": scale.vision_hidden,
+        "output_channels": 16,
+        "num_hidden_layers": scale.vision_layers,
+        "num_attention_heads": 2,
+        "mlp_dim": 2 * scale.vision_hidden,
+        "window_size": 8,
+        **over,
+    }
+
+
+def _got_ocr(scale: Scale, ids: Mapping[str, int]) -> Json:
+    return {
+        "vision_config": _sam(scale, image_size=256, patch_size=4, global_attn_indexes=[]),
+        "text_config": _text("qwen2", scale, ids),
+        "image_token_index": ids["<imgpad>"],
+    }
+
+
+def _aria(scale: Scale, ids: Mapping[str, int]) -> Json:
+    experts = {"moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 1}
+    return {
+        "vision_config": _vision(
+            scale, model_type="idefics3_vision", image_size=980, patch_size=140
+        ),
+        "text_config": _text("aria_text", scale, ids, **experts),
+        "image_token_index": ids["<image>"],
+        "projector_patch_to_query_dict": {49: 4},
+    }
+
+
+def _deepseek_vl_hybrid(scale: Scale, ids: Mapping[str, int]) -> Json:
+    return {
+        **_deepseek_vl(scale, ids),
+        "high_res_vision_config": _sam(
+            scale, image_size=64, patch_size=8, global_attn_indexes=[scale.vision_layers - 1]
+        ),
+    }
+
+
+def _deepseek_ocr2(scale: Scale, ids: Mapping[str, int]) -> Json:
+    sam = _sam(scale, image_size=128, patch_size=16, global_attn_indexes=[1])
+    encoder = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+    }
+    text = {
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "mlp_layer_types": ["dense", *["sparse"] * (scale.layers - 1)],
+    }
+    return {
+        "vision_config": {
+            "sam_config": {**sam, "downsample_channels": [24, 32]},
+            "encoder_config": encoder,
+        },
+        "text_config": _text("deepseek_ocr2_text", scale, ids, **text),
+        "image_token_id": ids["<image>"],
+    }
+
+
+def _glmga(scale: Scale, ids: Mapping[str, int]) -> Json:
+    return _glm("glm4v_vision", "glm4v_text")(scale, ids)
+
+
+def _cosmos3_edge(scale: Scale, ids: Mapping[str, int]) -> Json:
+    return {
+        "vision_config": _vision(scale, patch_size=14, num_patches=16, spatial_merge_size=2),
+        "text_config": _text("cosmos3_edge_text", scale, ids, rope_parameters=scale.mrope()),
+        "projector_hidden_size": 64,
+        **_qwen_tokens(ids),
+    }
+
+
+def _qwen_tokens(ids: Mapping[str, int]) -> Json:
+    return {
+        "image_token_id": ids["<|image_pad|>"],
+        "video_token_id": ids["<|video_pad|>"],
+        "vision_start_token_id": ids["<|vision_start|>"],
+        "vision_end_token_id": ids["<|vision_end|>"],
+    }
+
+
+def _deepstack_vision(scale: Scale, **over: Any) -> Json:
+    """Qwen3-VL's encoder, with features for two layers of the decoder."""
+    return _grid_vision(
+        scale,
+        temporal_patch_size=2,
+        out_hidden_size=scale.hidden,
+        num_position_embeddings=16,
+        deepstack_visual_indexes=[0, 1],
+        **over,
+    )
+
+
+def _cosmos3_omni(scale: Scale, ids: Mapping[str, int]) -> Json:
+    return {
+        "vision_config": _deepstack_vision(scale),
+        "text_config": _text("qwen3_vl_text", scale, ids, rope_parameters=scale.mrope()),
+        **_qwen_tokens(ids),
+    }
+
+
+def _cohere_compass(scale: Scale, ids: Mapping[str, int]) -> Json:
+    layers = ["sliding_attention", "full_attention"] * (scale.layers // 2)
+    text = {"rope_parameters": scale.mrope(), "sliding_window": 12, "layer_types": layers}
+    return {
+        "vision_config": _deepstack_vision(scale),
+        "text_config": _text("cohere_compass_text", scale, ids, logit_scale=0.5, **text),
+        "image_token_id": ids["<|IMAGE_PAD|>"],
+        "video_token_id": ids["<|VIDEO_PAD|>"],
+        "vision_start_token_id": ids["<|VISION_START|>"],
+        "vision_end_token_id": ids["<|VISION_END|>"],
+    }
+
+
+def _granite_docling(scale: Scale, ids: Mapping[str, int]) -> Json:
+    scales = {
+        "embedding_multiplier": 2.0,
+        "logits_scaling": 0.5,
+        "residual_multiplier": 0.5,
+        "attention_multiplier": 0.2,
+    }
+    return {
+        "vision_config": _vision(
+            scale,
+            image_size=64,
+            patch_size=8,
+            out_hidden_size=scale.hidden,
+            deepstack_visual_indexes=[0, 1],
+            use_fine_route=False,
+        ),
+        "text_config": _text("granite_docling_text", scale, ids, **scales),
+        "image_token_id": ids["<image>"],
+        "pad_token_id": ids["pad_token_id"],
+    }
+
+
+def _granite4_vision(scale: Scale, ids: Mapping[str, int]) -> Json:
+    parts = _llava_next(scale, ids)
+    qformer = {
+        "hidden_size": scale.vision_hidden,
+        "intermediate_size": 64,
+        "num_attention_heads": 2,
+        "num_hidden_layers": 1,
+        "encoder_hidden_size": scale.vision_hidden,
+    }
+    return {
+        **parts,
+        "vision_config": _clip(scale, image_size=56),
+        "text_config": _text("granite4_vision_text", scale, ids, residual_multiplier=0.5),
+        "qformer_config": qformer,
+        "downsample_rate": "1/2",
+        "deepstack_layer_map": [[-2, 0], [-1, 1]],
+        "spatial_target_layers": [1, 2, 3, 3],
+        "image_grid_pinpoints": [[56, 112], [112, 56], [112, 112]],
+    }
+
+
+def _hunyuan_vl(scale: Scale, ids: Mapping[str, int]) -> Json:
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 2, 2, 2]}
+    return {
+        "vision_config": _vision(
+            scale,
+            patch_size=14,
+            spatial_merge_size=2,
+            out_hidden_size=scale.hidden,
+            text_hidden_size=scale.hidden,
+            max_image_size=112,
+        ),
+        "text_config": _text("hunyuan_vl_text", scale, ids, rope_parameters=rope),
+        "image_token_id": ids["<image>"],
+        "im_start_id": ids["<im_start>"],
+        "im_end_id": ids["<im_end>"],
+        "im_newline_id": ids["<im_newline>"],
+        "tie_word_embeddings": True,
+    }
+
+
+def _mistral_large4(scale: Scale, ids: Mapping[str, int]) -> Json:
+    text = {
+        "moe_intermediate_size": 32,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 8,
+        "num_key_value_heads": scale.heads,
+        "first_k_dense_replace": 1,
+    }
+    text_config = {**_text("mistral_large4_text", scale, ids), **text}
+    text_config.pop("head_dim")
+    return {
+        "vision_config": _vision(
+            scale, model_type="pixtral", image_size=128, patch_size=14, head_dim=16
+        ),
+        "text_config": text_config,
+        "image_token_index": ids["[IMG]"],
+    }
+
+
+def _ovis2(scale: Scale, ids: Mapping[str, int]) -> Json:
+    marks = ("<IMG_START>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>", "<IMG_END>")
+    return {
+        "vision_config": _vision(
+            scale, image_size=28, patch_size=14, vocab_size=16, num_visual_indicator_tokens=5
+        ),
+        "text_config": _text("qwen2", scale, ids),
+        "image_token_id": ids["<IMG_ATOM>"],
+        "visual_indicator_token_ids": [ids[mark] for mark in marks],
+        "vocab_size": scale.vocab,
+        "hidden_size": scale.hidden,
+    }
+
+
+def _blip2(scale: Scale, ids: Mapping[str, int]) -> Json:
+    qformer = {
+        "hidden_size": scale.vision_hidden,
+        "intermediate_size": 64,
+        "num_attention_heads": 2,
+        "num_hidden_layers": 2,
+        "encoder_hidden_size": scale.vision_hidden,
+    }
+    text = {
+        "model_type": "opt",
+        "ffn_dim": scale.ffn,
+        "word_embed_proj_dim": scale.hidden,
+        **scale.text(ids),
+    }
+    return {
+        "vision_config": _vision(scale, image_size=28, patch_size=14),
+        "qformer_config": qformer,
+        "text_config": text,
+        "num_query_tokens": 4,
+        "image_token_index": ids["<image>"],
+    }
+
+
+def _chameleon(scale: Scale, ids: Mapping[str, int]) -> Json:
+    codes = {f"IMGIMG{_letters(code)}Z": scale.vocab - 32 + code for code in range(16)}
+    return {
+        **scale.text(ids),
+        "vq_config": {
+            "embed_dim": 8,
+            "num_embeddings": 16,
+            "latent_channels": 8,
+            "resolution": 28,
+            "base_channels": 32,
+            "channel_multiplier": [1, 1],
+            "num_res_blocks": 1,
+        },
+        "vocabulary_map": {**codes, "<image>": ids["<image>"]},
+        "image_token_id": ids["<image>"],
+    }
+
+
+def _letters(code: int) -> str:
+    return "".join("ABCDEFGHIJ"[int(digit)] for digit in str(code))
+
+
+def _emu3(scale: Scale, ids: Mapping[str, int]) -> Json:
+    codes = {f"<|visual token {code:06}|>": scale.vocab - 32 + code for code in range(16)}
+    return {
+        "vq_config": {
+            "codebook_size": 16,
+            "embed_dim": 4,
+            "latent_channels": 4,
+            "base_channels": 32,
+            "channel_multiplier": [1, 1, 1, 1],
+            "num_res_blocks": 1,
+            "attn_resolutions": [3],
+            "hidden_size": 32,
+        },
+        "text_config": _text("emu3_text_model", scale, ids),
+        "vocabulary_map": {
+            **codes,
+            "<|extra_200|>": ids["<|extra_200|>"],
+            "<image>": ids["<image>"],
+        },
+        "image_token_id": ids["<image>"],
+    }
+
+
+def _fuyu(scale: Scale, ids: Mapping[str, int]) -> Json:
+    return {
+        "text_config": {"model_type": "persimmon", **scale.text(ids)},
+        "image_size": 60,
+        "patch_size": 15,
+        "image_token_id": ids["|SPEAKER|"],
+    }
+
+
+def _shieldgemma2(scale: Scale, ids: Mapping[str, int]) -> Json:
+    layers = ["sliding_attention", "full_attention"] * (scale.layers // 2)
+    return {
+        "vision_config": _siglip(scale, image_size=28),
+        "text_config": _text("gemma3_text", scale, ids, sliding_window=12, layer_types=layers),
+        "mm_tokens_per_image": 4,
+        "boi_token_index": ids["<start_of_image>"],
+        "eoi_token_index": ids["<end_of_image>"],
+        "image_token_index": ids["<image_soft_token>"],
+        "tie_word_embeddings": True,
+    }
+
+
 def _pixels(kind: str, **over: Any) -> Json:
     return {"image_processor_type": f"{kind}ImageProcessor", **PIXELS, **HALF_STATS, **over}
 
@@ -630,6 +943,212 @@ MEDIA_KINDS: dict[str, FolderKind] = {
         specials=QWEN_VISION,
         preprocessor=_grid_pixels("Qwen2VL"),
         processor="HyperCLOVAXVisionV2",
+    ),
+    "got_ocr2": _kind(
+        "got_ocr2",
+        _got_ocr,
+        image="<imgpad>",
+        specials=("<img>", "</img>"),
+        preprocessor=_pixels("GotOcr2", size=_square(256)),
+        processor="GotOcr2",
+    ),
+    "pp_chart2table": _kind(
+        "pp_chart2table",
+        _got_ocr,
+        image="<imgpad>",
+        specials=("<img>", "</img>"),
+        preprocessor=_pixels("PPChart2Table", size=_square(256)),
+        processor="PPChart2Table",
+    ),
+    "aria": _kind(
+        "aria",
+        _aria,
+        image="<image>",
+        roles={"image_token": "<image>"},
+        preprocessor=_pixels("Aria", max_image_size=980, min_image_size=336),
+        processor="Aria",
+        size_conversion={"980": 4},
+    ),
+    "deepseek_vl_hybrid": _kind(
+        "deepseek_vl_hybrid",
+        _deepseek_vl_hybrid,
+        image="<image_placeholder>",
+        roles={"image_token": "<image_placeholder>"},
+        preprocessor=_pixels(
+            "DeepseekVLHybrid", size=_square(28), high_res_size=_square(64), min_size=14
+        ),
+        processor="DeepseekVLHybrid",
+        num_image_tokens=4,
+    ),
+    "deepseek_ocr2": _kind(
+        "deepseek_ocr2",
+        _deepseek_ocr2,
+        image="<image>",
+        roles={"image_token": "<image>"},
+        preprocessor=_pixels("DeepseekOcr2", size=_square(128), tile_size=64),
+        processor="DeepseekOcr2",
+        patch_size=16,
+        downsample_ratio=4,
+    ),
+    "glmga": _kind(
+        "glmga",
+        _glmga,
+        image="<|image|>",
+        specials=GLM_VISION,
+        preprocessor=_grid_pixels("Glmga"),
+        processor="Glm46V",
+    ),
+    "cosmos3_edge": _kind(
+        "cosmos3_edge",
+        _cosmos3_edge,
+        image="<|image_pad|>",
+        specials=QWEN_VISION,
+        preprocessor=_grid_pixels("Cosmos3Edge", temporal_patch_size=1),
+        processor="Cosmos3Edge",
+    ),
+    "cosmos3_omni": _kind(
+        "cosmos3_omni",
+        _cosmos3_omni,
+        image="<|image_pad|>",
+        specials=QWEN_VISION,
+        preprocessor=_grid_pixels("Qwen2VL"),
+        processor="Qwen3VL",
+    ),
+    "cohere_compass": _kind(
+        "cohere_compass",
+        _cohere_compass,
+        image="<|IMAGE_PAD|>",
+        specials=("<|VISION_START|>", "<|VISION_END|>", "<|VIDEO_PAD|>"),
+        preprocessor=_grid_pixels("CohereCompass"),
+        processor="CohereCompass",
+    ),
+    "granite_docling": _kind(
+        "granite_docling",
+        _granite_docling,
+        image="<image>",
+        specials=(
+            *("<fake_token_around_image>", "<global-img>"),
+            *(f"<row_{row}_col_{col}>" for row in (1, 2) for col in (1, 2)),
+        ),
+        roles={"image_token": "<image>"},
+        preprocessor=_pixels("GraniteDocling", size=_square(64), max_patches=4),
+        processor="GraniteDocling",
+        image_seq_len=4,
+    ),
+    "granite4_vision": _kind(
+        "granite4_vision",
+        _granite4_vision,
+        image="<image>",
+        roles={"image_token": "<image>"},
+        preprocessor=_pixels(
+            "LlavaNext", size={"shortest_edge": 56}, crop_size=_square(56),
+            image_grid_pinpoints=[[56, 112], [112, 56], [112, 112]], do_center_crop=True,
+            do_pad=True,
+        ),
+        processor="Granite4Vision",
+        patch_size=14,
+        num_additional_image_tokens=1,
+        vision_feature_select_strategy="default",
+        downsample_rate="1/2",
+    ),
+    "hunyuan_vl": _kind(
+        "hunyuan_vl",
+        _hunyuan_vl,
+        image="<image>",
+        specials=("<im_start>", "<im_end>", "<im_newline>"),
+        roles={
+            "image_token": "<image>",
+            "image_start_token": "<im_start>",
+            "image_end_token": "<im_end>",
+        },
+        preprocessor=_grid_pixels("HunYuanVL", temporal_patch_size=1),
+        processor="HunYuanVL",
+    ),
+    "mistral_large4": _kind(
+        "mistral_large4",
+        _mistral_large4,
+        image="[IMG]",
+        specials=("[IMG_BREAK]", "[IMG_END]"),
+        preprocessor=_pixels("Pixtral", size={"longest_edge": 112}, patch_size=28),
+        processor="Pixtral",
+        patch_size=14,
+        spatial_merge_size=2,
+        image_token="[IMG]",
+        image_break_token="[IMG_BREAK]",
+        image_end_token="[IMG_END]",
+    ),
+    "ovis2": _kind(
+        "ovis2",
+        _ovis2,
+        image="<image>",
+        specials=(
+            *("<IMG_ATOM>", "<IMG_START>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>", "<IMG_END>"),
+        ),
+        preprocessor=_pixels("Ovis2", size=_square(28), crop_to_patches=True, max_patches=4),
+        processor="Ovis2",
+        image_token="<image>",
+        image_seq_length=4,
+    ),
+    "blip-2": _kind(
+        "blip-2",
+        _blip2,
+        image="<image>",
+        roles={"image_token": "<image>"},
+        preprocessor=_pixels("Blip", size=_square(28)),
+        processor="Blip2",
+        num_query_tokens=4,
+    ),
+    "chameleon": _kind(
+        "chameleon",
+        _chameleon,
+        image="<image>",
+        specials=("<racm3:break>", "<eoss>", "<sep>"),
+        roles={
+            "image_token": "<image>",
+            "boi_token": "<racm3:break>",
+            "eoi_token": "<eoss>",
+            "sep_token": "<sep>",
+        },
+        preprocessor=_pixels("Chameleon", size={"shortest_edge": 28}, crop_size=_square(28)),
+        processor="Chameleon",
+        image_seq_length=196,
+    ),
+    "emu3": _kind(
+        "emu3",
+        _emu3,
+        image="<image>",
+        specials=("<boi>", "<eoi>", "<wrap>", "<eof>", "<|extra_200|>"),
+        roles={
+            "image_token": "<image>",
+            "boi_token": "<boi>",
+            "eoi_token": "<eoi>",
+            "image_wrapper_token": "<wrap>",
+            "eof_token": "<eof>",
+        },
+        preprocessor=_pixels("Emu3", min_pixels=28 * 28, max_pixels=64 * 64),
+        processor="Emu3",
+    ),
+    "fuyu": _kind(
+        "fuyu",
+        _fuyu,
+        image="|SPEAKER|",
+        specials=("|NEWLINE|", "<s>", "<0x04>"),
+        preprocessor=_pixels("Fuyu", size=_square(60), patch_size=_square(15)),
+        processor="Fuyu",
+    ),
+    "shieldgemma2": _kind(
+        "shieldgemma2",
+        _shieldgemma2,
+        image="<start_of_image>",
+        specials=("<end_of_image>", "<image_soft_token>"),
+        roles={
+            "boi_token": "<start_of_image>",
+            "eoi_token": "<end_of_image>",
+            "image_token": "<image_soft_token>",
+        },
+        preprocessor=_pixels("Gemma3", size=_square(28)),
+        processor="Gemma3",
+        image_seq_length=4,
     ),
     "qwen3_asr": _kind(
         "qwen3_asr",
