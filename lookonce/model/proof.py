@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lookonce.errors import ModelLoadError
 from lookonce.model.attention.hf_attention import ATTENTION_NAME, set_text_attention
 from lookonce.model.attention.reference import ReferenceBackend
 from lookonce.model.encoder_runner import item_tensors, to_tensor
@@ -100,13 +101,33 @@ def prove_media(
 ) -> float:
     """Compare prompts with media, after `prove`; sets what of `family` depends on them.
 
-    Each item is encoded alone. Prompts are cut inside their items, and not; if either way differs
-    from transformers, items are taken to attend to themselves in both directions, and are not cut.
-    Raises `ModelLoadError` as `prove` does.
+    Each item is encoded alone, by the model's `get_..._features`; where that differs from
+    transformers, by its forward up to its decoder (`GeneralMediaFamily.merges`). Raises
+    `ModelLoadError` as `prove` does, if both differ.
     """
     if not examples:
         raise family.unservable("there are no prompts with media to compare it on")
     family.modalities = _modalities(examples)
+    family.learn_token_types(examples)
+    try:
+        family.merges = False
+        return _prove_examples(family, examples, dtype, device)
+    except ModelLoadError:
+        family.merges = True
+        return _prove_examples(family, examples, dtype, device)
+
+
+def _prove_examples(
+    family: GeneralMediaFamily,
+    examples: Sequence[MediaExample],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> float:
+    """Compare with one way of encoding.
+
+    Prompts are cut inside their items, and not; if either way differs from transformers, items are
+    taken to attend to themselves in both directions, and are not cut.
+    """
     family.attend_both_ways((), 0)
     prompts = [_media_prompt(family, example, dtype, device) for example in examples]
     with _short_windows(family):

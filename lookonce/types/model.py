@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 import msgspec
 
 from lookonce.errors import ModelLoadError
-from lookonce.types.media import Modality
+from lookonce.types.media import EVERY_TOKEN, Modality
 from lookonce.types.pooling import PoolingInfo
 
 
@@ -306,7 +306,7 @@ UNSERVABLE: dict[str, tuple[str, ...]] = {
 before anything is loaded. `make test-models` compares this with what loading finds."""
 
 MEDIA_CONFIG = re.compile(
-    r"(vision|visual|vit|image|video|audio|speech|sound|acoustic|codec|encoder|qformer|perceiver"
+    r"(vision|visual|vit|vq|image|video|audio|speech|sound|acoustic|codec|encoder|qformer|perceiver"
     r"|thinker|talker)(_\w+)?_config"
 )
 """Names of the parts of a config that describe an encoder of media."""
@@ -319,7 +319,7 @@ MEDIA_TOKENS: dict[Modality, tuple[str, ...]] = {
 }
 """Modality → names in a config of the token whose positions take encoder outputs."""
 MEDIA_PARTS: dict[Modality, re.Pattern[str]] = {
-    "image": re.compile(r"vision|visual|vit|image"),
+    "image": re.compile(r"vision|visual|vit|vq|image"),
     "audio": re.compile(r"audio|speech|sound|acoustic|encoder"),
 }
 FILMS_AS_PICTURES: tuple[str, ...] = ("internvl",)
@@ -339,6 +339,18 @@ def general_modalities(config: Mapping[str, object]) -> tuple[Modality, ...]:
         and any(MEDIA_PARTS[modality].search(part) for part in parts)
     )
     return (*found, "video") if config.get("model_type") in FILMS_AS_PICTURES else found
+
+
+def media_token(config: Mapping[str, object], modality: Modality) -> int:
+    """The id of the token whose positions take rows of an item; `EVERY_TOKEN` where the config names
+    tokens around those (Ovis 2) which take rows as well. Raises `KeyError` without any."""
+    if config.get("visual_indicator_token_ids"):
+        return EVERY_TOKEN
+    names = MEDIA_TOKENS["image" if modality == "video" else modality]
+    for name in names:
+        if type(value := config.get(name)) is int:
+            return value
+    raise KeyError(names[0])
 
 
 def takes_media(config: Mapping[str, object]) -> bool:

@@ -551,7 +551,8 @@ def _cosmos3_omni(scale: Scale, ids: Mapping[str, int]) -> Json:
 
 def _cohere_compass(scale: Scale, ids: Mapping[str, int]) -> Json:
     layers = ["sliding_attention", "full_attention"] * (scale.layers // 2)
-    text = {"rope_parameters": scale.mrope(), "sliding_window": 12, "layer_types": layers}
+    rope = dict.fromkeys(("sliding_attention", "full_attention"), scale.mrope())
+    text = {"rope_parameters": rope, "sliding_window": 12, "layer_types": layers}
     return {
         "vision_config": _deepstack_vision(scale),
         "text_config": _text("cohere_compass_text", scale, ids, logit_scale=0.5, **text),
@@ -595,7 +596,7 @@ def _granite4_vision(scale: Scale, ids: Mapping[str, int]) -> Json:
     }
     return {
         **parts,
-        "vision_config": _clip(scale, image_size=56),
+        "vision_config": {**_clip(scale), "image_size": 56},
         "text_config": _text("granite4_vision_text", scale, ids, residual_multiplier=0.5),
         "qformer_config": qformer,
         "downsample_rate": "1/2",
@@ -662,51 +663,6 @@ def _ovis2(scale: Scale, ids: Mapping[str, int]) -> Json:
     }
 
 
-def _blip2(scale: Scale, ids: Mapping[str, int]) -> Json:
-    qformer = {
-        "hidden_size": scale.vision_hidden,
-        "intermediate_size": 64,
-        "num_attention_heads": 2,
-        "num_hidden_layers": 2,
-        "encoder_hidden_size": scale.vision_hidden,
-    }
-    text = {
-        "model_type": "opt",
-        "ffn_dim": scale.ffn,
-        "word_embed_proj_dim": scale.hidden,
-        **scale.text(ids),
-    }
-    return {
-        "vision_config": _vision(scale, image_size=28, patch_size=14),
-        "qformer_config": qformer,
-        "text_config": text,
-        "num_query_tokens": 4,
-        "image_token_index": ids["<image>"],
-    }
-
-
-def _chameleon(scale: Scale, ids: Mapping[str, int]) -> Json:
-    codes = {f"IMGIMG{_letters(code)}Z": scale.vocab - 32 + code for code in range(16)}
-    return {
-        **scale.text(ids),
-        "vq_config": {
-            "embed_dim": 8,
-            "num_embeddings": 16,
-            "latent_channels": 8,
-            "resolution": 28,
-            "base_channels": 32,
-            "channel_multiplier": [1, 1],
-            "num_res_blocks": 1,
-        },
-        "vocabulary_map": {**codes, "<image>": ids["<image>"]},
-        "image_token_id": ids["<image>"],
-    }
-
-
-def _letters(code: int) -> str:
-    return "".join("ABCDEFGHIJ"[int(digit)] for digit in str(code))
-
-
 def _emu3(scale: Scale, ids: Mapping[str, int]) -> Json:
     codes = {f"<|visual token {code:06}|>": scale.vocab - 32 + code for code in range(16)}
     return {
@@ -727,28 +683,6 @@ def _emu3(scale: Scale, ids: Mapping[str, int]) -> Json:
             "<image>": ids["<image>"],
         },
         "image_token_id": ids["<image>"],
-    }
-
-
-def _fuyu(scale: Scale, ids: Mapping[str, int]) -> Json:
-    return {
-        "text_config": {"model_type": "persimmon", **scale.text(ids)},
-        "image_size": 60,
-        "patch_size": 15,
-        "image_token_id": ids["|SPEAKER|"],
-    }
-
-
-def _shieldgemma2(scale: Scale, ids: Mapping[str, int]) -> Json:
-    layers = ["sliding_attention", "full_attention"] * (scale.layers // 2)
-    return {
-        "vision_config": _siglip(scale, image_size=28),
-        "text_config": _text("gemma3_text", scale, ids, sliding_window=12, layer_types=layers),
-        "mm_tokens_per_image": 4,
-        "boi_token_index": ids["<start_of_image>"],
-        "eoi_token_index": ids["<end_of_image>"],
-        "image_token_index": ids["<image_soft_token>"],
-        "tie_word_embeddings": True,
     }
 
 
@@ -1089,30 +1023,6 @@ MEDIA_KINDS: dict[str, FolderKind] = {
         image_token="<image>",
         image_seq_length=4,
     ),
-    "blip-2": _kind(
-        "blip-2",
-        _blip2,
-        image="<image>",
-        roles={"image_token": "<image>"},
-        preprocessor=_pixels("Blip", size=_square(28)),
-        processor="Blip2",
-        num_query_tokens=4,
-    ),
-    "chameleon": _kind(
-        "chameleon",
-        _chameleon,
-        image="<image>",
-        specials=("<racm3:break>", "<eoss>", "<sep>"),
-        roles={
-            "image_token": "<image>",
-            "boi_token": "<racm3:break>",
-            "eoi_token": "<eoss>",
-            "sep_token": "<sep>",
-        },
-        preprocessor=_pixels("Chameleon", size={"shortest_edge": 28}, crop_size=_square(28)),
-        processor="Chameleon",
-        image_seq_length=196,
-    ),
     "emu3": _kind(
         "emu3",
         _emu3,
@@ -1127,28 +1037,6 @@ MEDIA_KINDS: dict[str, FolderKind] = {
         },
         preprocessor=_pixels("Emu3", min_pixels=28 * 28, max_pixels=64 * 64),
         processor="Emu3",
-    ),
-    "fuyu": _kind(
-        "fuyu",
-        _fuyu,
-        image="|SPEAKER|",
-        specials=("|NEWLINE|", "<s>", "<0x04>"),
-        preprocessor=_pixels("Fuyu", size=_square(60), patch_size=_square(15)),
-        processor="Fuyu",
-    ),
-    "shieldgemma2": _kind(
-        "shieldgemma2",
-        _shieldgemma2,
-        image="<start_of_image>",
-        specials=("<end_of_image>", "<image_soft_token>"),
-        roles={
-            "boi_token": "<start_of_image>",
-            "eoi_token": "<end_of_image>",
-            "image_token": "<image_soft_token>",
-        },
-        preprocessor=_pixels("Gemma3", size=_square(28)),
-        processor="Gemma3",
-        image_seq_length=4,
     ),
     "qwen3_asr": _kind(
         "qwen3_asr",
