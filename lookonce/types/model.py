@@ -353,6 +353,15 @@ def media_token(config: Mapping[str, object], modality: Modality) -> int:
     raise KeyError(names[0])
 
 
+def has_axes(text_config: Mapping[str, object]) -> bool:
+    """Whether positions have several axes: in every layer, or in those of a kind."""
+    rope = text_config.get("rope_parameters") or text_config.get("rope_scaling")
+    kinds = rope.values() if isinstance(rope, Mapping) else ()
+    return any(
+        isinstance(part, Mapping) and "mrope_section" in part for part in (rope, *kinds)
+    )
+
+
 def takes_media(config: Mapping[str, object]) -> bool:
     """Whether a Hugging Face config describes a model that sees or hears."""
     return any(value is not None and MEDIA_CONFIG.fullmatch(name) for name, value in config.items())

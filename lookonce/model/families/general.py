@@ -36,7 +36,7 @@ from lookonce.model.attention.hf_attention import paged_forward_context
 from lookonce.model.attention.probe import PROBE_TOKENS, probe_metadata, probe_positions
 from lookonce.model.families.base import Model, ModelFamily, Tensors
 from lookonce.types.media import MediaExample, Modality
-from lookonce.types.model import media_token, unsupported
+from lookonce.types.model import has_axes, media_token, unsupported
 
 FORWARD_ERRORS = (
     AssertionError,
@@ -199,8 +199,7 @@ class GeneralMediaFamily(GeneralTextFamily):
         self._deeper = DeeperRows()
         self._token_types: dict[str, dict[int, int]] = {}
         text = model.config.get_text_config(decoder=True)
-        rope = getattr(text, "rope_parameters", None) or {}
-        self.position_axes = 3 if "mrope_section" in rope else 1
+        self.position_axes = 3 if has_axes(text.to_dict()) else 1
         super().__init__(model)
 
     @classmethod

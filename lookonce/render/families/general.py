@@ -42,7 +42,7 @@ from lookonce.types.media import (
     Modality,
     ProcessedItem,
 )
-from lookonce.types.model import MEDIA_TOKENS, ONE_IN_A_PROMPT, general_modalities, media_token
+from lookonce.types.model import MEDIA_TOKENS, ONE_IN_A_PROMPT, general_modalities, has_axes, media_token
 
 TOKEN_TYPES = "token_type_ids"
 """How the names end of what a processor says of each token of the prompt."""
@@ -95,9 +95,7 @@ class GeneralProcessing(ProcessorFamily):
             self.modalities = tuple(each for each in self.modalities if each != "video")
         elif "video" in self._placeholders:
             self._placeholders["video"] = film
-        text = files.config.get("text_config") or {}
-        rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
-        self._has_axes = "mrope_section" in rope
+        self._has_axes = has_axes(files.config.get("text_config") or {})
         self._around = TEXT_AROUND.get(str(files.config.get("model_type")), ("", ""))
         if "audio" in self.modalities:
             sound = files.feature_extractor

@@ -482,7 +482,7 @@ def _deepseek_vl_hybrid(scale: Scale, ids: Mapping[str, int]) -> Json:
 
 
 def _deepseek_ocr2(scale: Scale, ids: Mapping[str, int]) -> Json:
-    sam = _sam(scale, image_size=128, patch_size=16, global_attn_indexes=[1])
+    sam = _sam(scale, image_size=192, patch_size=16, global_attn_indexes=[1])
     encoder = {
         "hidden_size": 32,
         "intermediate_size": 64,
@@ -588,15 +588,15 @@ def _granite_docling(scale: Scale, ids: Mapping[str, int]) -> Json:
 def _granite4_vision(scale: Scale, ids: Mapping[str, int]) -> Json:
     parts = _llava_next(scale, ids)
     qformer = {
-        "hidden_size": scale.vision_hidden,
+        "hidden_size": 64,
         "intermediate_size": 64,
         "num_attention_heads": 2,
         "num_hidden_layers": 1,
-        "encoder_hidden_size": scale.vision_hidden,
+        "encoder_hidden_size": 64,
     }
     return {
         **parts,
-        "vision_config": {**_clip(scale), "image_size": 56},
+        "vision_config": {**_clip(scale), "image_size": 56, "hidden_size": 64},
         "text_config": _text("granite4_vision_text", scale, ids, residual_multiplier=0.5),
         "qformer_config": qformer,
         "downsample_rate": "1/2",
@@ -683,6 +683,222 @@ def _emu3(scale: Scale, ids: Mapping[str, int]) -> Json:
             "<image>": ids["<image>"],
         },
         "image_token_id": ids["<image>"],
+    }
+
+
+def _kimi_k25(scale: Scale, ids: Mapping[str, int]) -> Json:
+    return {
+        "vision_config": _vision(scale, patch_size=14, pos_emb_height=8, pos_emb_width=8),
+        "text_config": _latent_text("deepseek_v3", scale, ids),
+        "projection_hidden_size": scale.vision_hidden,
+        "image_token_id": ids["<|media_pad|>"],
+        "video_token_id": ids["<|video_pad|>"],
+    }
+
+
+def _latent_text(model_type: str, scale: Scale, ids: Mapping[str, int], **over: Any) -> Json:
+    """A text config with latent attention (MLA) and experts."""
+    sizes = {
+        "num_key_value_heads": scale.heads,
+        "moe_intermediate_size": 32,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "kv_lora_rank": 16,
+        "q_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 8,
+    }
+    text = {**_text(model_type, scale, ids), **sizes, **over}
+    del text["head_dim"]
+    return text
+
+
+def _muse_glimmer(scale: Scale, ids: Mapping[str, int]) -> Json:
+    layers = ["sliding_attention", "full_attention"] * (scale.layers // 2)
+    text = {
+        "sliding_window": 12,
+        "layer_types": layers,
+        "layer_rope_theta": [10000.0, 0] * (scale.layers // 2),
+        "final_logit_softcapping": 20.0,
+    }
+    return {
+        "vision_config": _vision(
+            scale,
+            patch_size=14,
+            pos_emb_height=8,
+            pos_emb_width=8,
+            max_position_embeddings=64,
+            layer_types=["window_attention", "full_attention"],
+        ),
+        "text_config": _text("muse_glimmer_text", scale, ids, **text),
+        "image_token_id": ids["<|patch|>"],
+        "video_token_id": ids["<|video|>"],
+        "out_hidden_size": scale.hidden,
+        "projector_hidden_size": 64,
+    }
+
+
+def _minimax_m3_vl(scale: Scale, ids: Mapping[str, int]) -> Json:
+    text = {
+        "intermediate_size": 32,
+        "dense_intermediate_size": scale.ffn,
+        "shared_intermediate_size": 32,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "rotary_dim": scale.head_dim // 2,
+        "mlp_layer_types": ["dense", *["sparse"] * (scale.layers - 1)],
+        "layer_types": ["full_attention"] * scale.layers,
+    }
+    return {
+        "vision_config": _vision(scale, image_size=112, patch_size=14),
+        "text_config": _text("minimax_m3_vl_text", scale, ids, **text),
+        "image_token_index": ids["]<]image[>["],
+        "video_token_index": ids["]<]video[>["],
+        "projector_hidden_size": 64,
+        "merged_hidden_size": 4 * scale.hidden,
+    }
+
+
+def _step3p7(scale: Scale, ids: Mapping[str, int]) -> Json:
+    layers = ["sliding_attention", "full_attention"] * (scale.layers // 2)
+    text = {
+        "moe_intermediate_size": 32,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "share_expert_dim": 32,
+        "mlp_layer_types": ["dense", *["sparse"] * (scale.layers - 1)],
+        "layer_types": layers,
+        "sliding_window": 12,
+        "num_sliding_attention_heads": scale.heads,
+        "query_pre_attn_scalar": 16,
+    }
+    rope = {"rope_type": "default", "rope_theta": 10000.0}
+    text["rope_parameters"] = {"full_attention": rope, "sliding_attention": rope}
+    return {
+        "vision_config": _vision(
+            scale, image_size=112, patch_size=14, max_position_embeddings=64, mlp_ratio=2.0
+        ),
+        "text_config": _text("step3p5", scale, ids, **text),
+        "image_token_id": ids["<im_patch>"],
+    }
+
+
+def _gemma4_text(model_type: str, scale: Scale, ids: Mapping[str, int], **over: Any) -> Json:
+    """Full layers have wider heads."""
+    layers = ["sliding_attention", "full_attention"] * (scale.layers // 2)
+    sizes = {
+        "sliding_window": 12,
+        "layer_types": layers,
+        "global_head_dim": 2 * scale.head_dim,
+        "final_logit_softcapping": 10.0,
+        "tie_word_embeddings": True,
+    }
+    return _text(model_type, scale, ids, **sizes, **over)
+
+
+def _gemma4(scale: Scale, ids: Mapping[str, int]) -> Json:
+    """The smaller sizes: embeddings of each layer's own, and layers that share keys and values."""
+    text = {
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": scale.vocab,
+        "num_kv_shared_layers": 2,
+    }
+    layers = ["sliding_attention", "full_attention"] * (scale.layers // 2)
+    return {
+        "vision_config": _vision(
+            scale,
+            head_dim=scale.vision_hidden // 2,
+            num_key_value_heads=2,
+            patch_size=14,
+            pooling_kernel_size=2,
+            position_embedding_size=64,
+        ),
+        "text_config": {
+            **_gemma4_text("gemma4_text", scale, ids, **text),
+            "layer_types": layers,
+        },
+        "audio_config": None,
+        "tie_word_embeddings": True,
+        **_gemma4_tokens(ids),
+    }
+
+
+def _gemma4_tokens(ids: Mapping[str, int]) -> Json:
+    return {
+        "boi_token_id": ids["<|image>"],
+        "eoi_token_id": ids["<image|>"],
+        "image_token_id": ids["<|image|>"],
+        "video_token_id": ids["<|video|>"],
+        "boa_token_id": ids["<|audio>"],
+        "eoa_token_index": ids["<audio|>"],
+        "audio_token_id": ids["<|audio|>"],
+    }
+
+
+def _gemma4_unified(scale: Scale, ids: Mapping[str, int]) -> Json:
+    """Pictures attend to themselves in both directions."""
+    return {
+        "vision_config": {
+            "patch_size": 14,
+            "pooling_kernel_size": 2,
+            "mm_embed_dim": 48,
+            "mm_posemb_size": 64,
+            "output_proj_dims": scale.hidden,
+        },
+        "text_config": _gemma4_text(
+            "gemma4_unified_text",
+            scale,
+            ids,
+            use_bidirectional_attention="vision",
+            attention_k_eq_v=True,
+            num_global_key_value_heads=1,
+        ),
+        "audio_config": None,
+        "tie_word_embeddings": True,
+        **_gemma4_tokens(ids),
+    }
+
+
+def _fast_vlm(scale: Scale, ids: Mapping[str, int]) -> Json:
+    return {
+        "vision_config": {
+            "model_type": "timm_wrapper",
+            "architecture": "fastvit_t8",
+            "do_pooling": True,
+            "model_args": {"inference_mode": True, "embed_dims": [8, 8, 16, 32]},
+            "hidden_size": 32,
+        },
+        "text_config": _text("qwen2", scale, ids),
+        "image_token_index": ids["<image>"],
+        "image_seq_length": 4,
+    }
+
+
+def _perception_lm(scale: Scale, ids: Mapping[str, int]) -> Json:
+    return {
+        "vision_config": {
+            "model_type": "timm_wrapper",
+            "architecture": "vit_pe_lang_large_patch14_448",
+            "do_pooling": True,
+            "model_args": {
+                "embed_dim": 32,
+                "depth": 2,
+                "num_heads": 2,
+                "img_size": [56, 56],
+                "global_pool": "",
+                "use_post_transformer_norm": False,
+                "init_values": 0.1,
+                "ref_feat_shape": [4, 4],
+            },
+        },
+        "text_config": _text("llama", scale, ids),
+        "image_token_id": ids["<|image|>"],
+        "video_token_id": ids["<|video|>"],
+        "projector_pooling_ratio": 2,
     }
 
 
@@ -899,7 +1115,7 @@ MEDIA_KINDS: dict[str, FolderKind] = {
         _aria,
         image="<image>",
         roles={"image_token": "<image>"},
-        preprocessor=_pixels("Aria", max_image_size=980, min_image_size=336),
+        preprocessor=_pixels("Aria", max_image_size=980, min_image_size=336, do_resize=False),
         processor="Aria",
         size_conversion={"980": 4},
     ),
@@ -919,9 +1135,9 @@ MEDIA_KINDS: dict[str, FolderKind] = {
         _deepseek_ocr2,
         image="<image>",
         roles={"image_token": "<image>"},
-        preprocessor=_pixels("DeepseekOcr2", size=_square(128), tile_size=64),
+        preprocessor=_pixels("DeepseekOcr2", size=_square(192), tile_size=192),
         processor="DeepseekOcr2",
-        patch_size=16,
+        patch_size=4,
         downsample_ratio=4,
     ),
     "glmga": _kind(
@@ -1037,6 +1253,109 @@ MEDIA_KINDS: dict[str, FolderKind] = {
         },
         preprocessor=_pixels("Emu3", min_pixels=28 * 28, max_pixels=64 * 64),
         processor="Emu3",
+    ),
+    "kimi_k25": _kind(
+        "kimi_k25",
+        _kimi_k25,
+        image="<|media_pad|>",
+        specials=("<|video_pad|>",),
+        preprocessor=_pixels(
+            "Kimi_K25", size={"max_height": 16, "max_width": 16}, max_patches=64, patch_size=14
+        ),
+        processor="Kimi_K25",
+    ),
+    "muse_glimmer": _kind(
+        "muse_glimmer",
+        _muse_glimmer,
+        image="<|patch|>",
+        specials=("<|image_start|>", "<|image_end|>", "<|video|>"),
+        preprocessor=_pixels("MuseGlimmer", max_image_tokens=16),
+        processor="MuseGlimmer",
+    ),
+    "minimax_m3_vl": _kind(
+        "minimax_m3_vl",
+        _minimax_m3_vl,
+        image="]<]image[>[",
+        specials=("]<]start of image[>[", "]<]end of image[>[", "]<]video[>["),
+        preprocessor=_grid_pixels("MiniMaxM3VL"),
+        processor="MiniMaxM3VL",
+    ),
+    "step3p7": _kind(
+        "step3p7",
+        _step3p7,
+        image="<im_patch>",
+        specials=("<im_start>", "<im_end>", "<patch_start>", "<patch_end>", "<patch_newline>"),
+        preprocessor=_pixels("Step3p7", size=_square(112), patch_size=56, vision_patch_size=14),
+        processor="Step3p7",
+    ),
+    "perception_lm": _kind(
+        "perception_lm",
+        _perception_lm,
+        image="<|image|>",
+        specials=("<|video|>",),
+        roles={"image_token": "<|image|>", "video_token": "<|video|>"},
+        preprocessor=_pixels("PerceptionLM", size=_square(56), tile_size=56, max_num_tiles=4),
+        processor="PerceptionLM",
+        patch_size=14,
+        pooling_ratio=2,
+    ),
+    "fast_vlm": _kind(
+        "fast_vlm",
+        _fast_vlm,
+        image="<image>",
+        roles={"image_token": "<image>"},
+        preprocessor=_pixels("CLIP", size={"shortest_edge": 128}, crop_size=_square(128)),
+        processor="Llava",
+        patch_size=64,
+        vision_feature_select_strategy="full",
+    ),
+    "gemma4": _kind(
+        "gemma4",
+        _gemma4,
+        image="<|image|>",
+        specials=(
+            *("<|image>", "<image|>", "<|video|>", "<|audio|>", "<|audio>", "<audio|>"),
+        ),
+        roles={
+            "image_token": "<|image|>",
+            "boi_token": "<|image>",
+            "eoi_token": "<image|>",
+            "audio_token": "<|audio|>",
+            "boa_token": "<|audio>",
+            "eoa_token": "<audio|>",
+        },
+        preprocessor={
+            **_pixels(
+                "Gemma4", patch_size=14, pooling_kernel_size=2, max_soft_tokens=70
+            ),
+            "feature_extractor_type": "Gemma4AudioFeatureExtractor",
+        },
+        processor="Gemma4",
+        image_seq_length=70,
+    ),
+    "gemma4_unified": _kind(
+        "gemma4_unified",
+        _gemma4_unified,
+        image="<|image|>",
+        specials=(
+            *("<|image>", "<image|>", "<|video|>", "<|audio|>", "<|audio>", "<audio|>"),
+        ),
+        roles={
+            "image_token": "<|image|>",
+            "boi_token": "<|image>",
+            "eoi_token": "<image|>",
+            "audio_token": "<|audio|>",
+            "boa_token": "<|audio>",
+            "eoa_token": "<audio|>",
+        },
+        preprocessor={
+            **_pixels(
+                "Gemma4Unified", patch_size=14, pooling_kernel_size=2, max_soft_tokens=70
+            ),
+            "feature_extractor_type": "Gemma4UnifiedAudioFeatureExtractor",
+        },
+        processor="Gemma4Unified",
+        image_seq_length=70,
     ),
     "qwen3_asr": _kind(
         "qwen3_asr",
