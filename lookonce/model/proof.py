@@ -83,7 +83,11 @@ def prove(family: GeneralTextFamily, dtype: torch.dtype, device: torch.device) -
         theirs = torch.cat(_transformers_logits(family, prompts, device))
         ours = torch.cat(_our_logits(family, prompts, CUTS, dtype, device))
     family.logit_scale = _scale(family, ours, theirs)
-    found = _error(ours * family.logit_scale, theirs)
+    if (cap := family.final_softcap) is None:
+        ours = ours * family.logit_scale
+    elif family.logit_scale != 1.0:
+        ours = cap * torch.tanh(_before_softcap(ours, cap) * family.logit_scale / cap)
+    found = _error(ours, theirs)
     if not found <= LARGEST_ERROR[dtype]:
         raise family.unservable(
             f"computed in chunks, its logits differ from transformers' by {found:.2g} of their "
@@ -138,12 +142,14 @@ def _prove_examples(
             _largest_error(_our_logits(family, prompts, cuts, dtype, device), theirs)
             for cuts in (cut, whole)
         )
-        if not found <= LARGEST_ERROR[dtype] and (length := _same_length(prompts)):
-            family.attend_both_ways(family.modalities, length)
+        if not found <= LARGEST_ERROR[dtype]:
             cuts = [_cuts_outside(prompt) for prompt in prompts]
-            both = _largest_error(_our_logits(family, prompts, cuts, dtype, device), theirs)
-            if both <= LARGEST_ERROR[dtype]:
-                return both
+            for in_windows in (False, True) if family.has_windows else (False,):
+                longest = _longest_item(prompts)
+                family.attend_both_ways(family.modalities, longest, in_windows=in_windows)
+                both = _largest_error(_our_logits(family, prompts, cuts, dtype, device), theirs)
+                if both <= LARGEST_ERROR[dtype]:
+                    return both
     if not found <= LARGEST_ERROR[dtype]:
         raise family.unservable(
             f"with {' and '.join(family.modalities)}, its logits differ from transformers' by "
@@ -210,10 +216,9 @@ def _cuts_outside(prompt: ProofPrompt) -> tuple[int, ...]:
     return (0, first.offset, first.end, last.end, length - 1, length)
 
 
-def _same_length(prompts: Sequence[ProofPrompt]) -> int:
-    """Tokens of every item; 0 if they differ."""
-    lengths = {feature.length for prompt in prompts for feature in prompt.features}
-    return lengths.pop() if len(lengths) == 1 else 0
+def _longest_item(prompts: Sequence[ProofPrompt]) -> int:
+    """Tokens of the longest item."""
+    return max(feature.length for prompt in prompts for feature in prompt.features)
 
 
 def _transformers_logits(
@@ -384,16 +389,20 @@ def largest(errors: Iterable[float]) -> float:
 def _scale(family: GeneralTextFamily, ours: Tensor, theirs: Tensor) -> float:
     """The factor that transformers applies to what the output head gives.
 
-    It is found by least squares; a number of the config (or its inverse) that is as large within
-    rounding is taken instead. 1 for families with a softcap, which bends the logits.
+    It is found by least squares, of what a softcap was given where there is one; a number of the
+    config (or its inverse) that is as large within rounding is taken instead.
     """
-    if family.final_softcap is not None:
-        return 1.0
+    if (cap := family.final_softcap) is not None:
+        ours, theirs = (_before_softcap(logits, cap) for logits in (ours, theirs))
     found = float((ours * theirs).sum() / (ours * ours).sum().clamp_min(1e-30))
     stated = [v for v in vars(family.text_config).values() if isinstance(v, int | float) and v]
     known = [1.0, *map(float, stated), *(1 / value for value in stated)]
     nearest = min(known, key=lambda value: abs(value - found))
     return nearest if abs(nearest - found) <= SAME_SCALE * abs(found) else found
+
+
+def _before_softcap(logits: Tensor, cap: float) -> Tensor:
+    return cap * torch.atanh((logits / cap).clamp(-0.999, 0.999))
 
 
 def _error(ours: Tensor, theirs: Tensor) -> float:

@@ -223,6 +223,7 @@ ONE_IN_A_PROMPT: tuple[str, ...] = (
     "glmasr",
     "idefics2",
     "llava_onevision",
+    "perception_lm",
     "qwen3_asr",
 )
 """Types of `GENERAL_MEDIA` whose processor takes one item in a prompt, or treats several otherwise

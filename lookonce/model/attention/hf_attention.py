@@ -8,6 +8,7 @@ attention is plain SDPA: for a vision encoder that shares the text model's confi
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -22,6 +23,8 @@ from lookonce.model.attention.backend import AttentionCall, ForwardContext
 from lookonce.model.kv_pages import LayerPages
 
 ATTENTION_NAME = "lookonce_paged"
+CAUSAL_LAYER = "lookonce_causal"
+"""Attribute of attention modules: whether items are causal here, though not in other layers."""
 
 
 def set_text_attention(model: Any, name: str) -> None:
@@ -92,12 +95,15 @@ def paged_attention(
     pages = context.kv_pages.layers[module.layer_idx]
     if isinstance(pages, LayerPages) and pages.keys.shape[2:] != (key.shape[1], key.shape[3]):
         query, key, value = _as_in_pages(pages, query, key, value)
+    metadata = context.metadata
+    if metadata.visible_end is not None and getattr(module, CAUSAL_LAYER, False):
+        metadata = dataclasses.replace(metadata, visible_end=None)
     output = context.backend.forward(
         pages,
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
         value[0].transpose(0, 1),
-        context.metadata,
+        metadata,
         AttentionCall(scale, sliding_window or None, softcap, s_aux),
     )
     return output[..., :width].unsqueeze(0), None

@@ -32,7 +32,7 @@ from lookonce.model.attention.backend import (
     AttentionMetadata,
     ForwardContext,
 )
-from lookonce.model.attention.hf_attention import paged_forward_context
+from lookonce.model.attention.hf_attention import CAUSAL_LAYER, paged_forward_context
 from lookonce.model.attention.probe import PROBE_TOKENS, probe_metadata, probe_positions
 from lookonce.model.families.base import Model, ModelFamily, Tensors
 from lookonce.types.media import MediaExample, Modality
@@ -218,10 +218,24 @@ class GeneralMediaFamily(GeneralTextFamily):
     def largest_unsplittable(self) -> int:
         return self._largest_unsplittable
 
-    def attend_both_ways(self, modalities: tuple[Modality, ...], num_tokens: int) -> None:
-        """Items of these modalities attend to themselves in both directions; none of them has more
-        than `num_tokens`. The default is that none does."""
+    def attend_both_ways(
+        self, modalities: tuple[Modality, ...], num_tokens: int, *, in_windows: bool = False
+    ) -> None:
+        """Items of these modalities attend to themselves in both directions; those of usual sizes
+        have at most `num_tokens`, and a request with an item that no step has room for is refused.
+        `in_windows`: they do so in layers with a sliding window alone (Gemma 4). The default is
+        that none does."""
         self.unsplittable, self._largest_unsplittable = modalities, num_tokens
+        for module in self.decoder.modules():
+            if (layer := getattr(module, "layer_idx", None)) is not None:
+                unlimited = self._attention[layer].call.sliding_window is None
+                setattr(module, CAUSAL_LAYER, in_windows and unlimited)
+
+    @property
+    def has_windows(self) -> bool:
+        """Whether some layers have a sliding window, and others none."""
+        windows = {layer.call.sliding_window is None for layer in self._attention}
+        return len(windows) > 1
 
     @property
     def reserved_tokens(self) -> frozenset[int]:

@@ -737,7 +737,7 @@ def _muse_glimmer(scale: Scale, ids: Mapping[str, int]) -> Json:
         "text_config": _text("muse_glimmer_text", scale, ids, **text),
         "image_token_id": ids["<|patch|>"],
         "video_token_id": ids["<|video|>"],
-        "out_hidden_size": scale.hidden,
+        "out_hidden_size": 4 * scale.vision_hidden,
         "projector_hidden_size": 64,
     }
 
@@ -845,7 +845,7 @@ def _gemma4_unified(scale: Scale, ids: Mapping[str, int]) -> Json:
         "vision_config": {
             "patch_size": 14,
             "pooling_kernel_size": 2,
-            "mm_embed_dim": 48,
+            "mm_embed_dim": scale.hidden,
             "mm_posemb_size": 64,
             "output_proj_dims": scale.hidden,
         },
@@ -870,7 +870,7 @@ def _fast_vlm(scale: Scale, ids: Mapping[str, int]) -> Json:
             "architecture": "fastvit_t8",
             "do_pooling": True,
             "model_args": {"inference_mode": True, "embed_dims": [8, 8, 16, 32]},
-            "hidden_size": 32,
+            "hidden_size": 64,
         },
         "text_config": _text("qwen2", scale, ids),
         "image_token_index": ids["<image>"],
@@ -1306,7 +1306,7 @@ MEDIA_KINDS: dict[str, FolderKind] = {
         roles={"image_token": "<image>"},
         preprocessor=_pixels("CLIP", size={"shortest_edge": 128}, crop_size=_square(128)),
         processor="Llava",
-        patch_size=64,
+        patch_size=32,
         vision_feature_select_strategy="full",
     ),
     "gemma4": _kind(
