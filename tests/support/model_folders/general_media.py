@@ -797,7 +797,7 @@ def _gemma4_text(model_type: str, scale: Scale, ids: Mapping[str, int], **over: 
         "final_logit_softcapping": 10.0,
         "tie_word_embeddings": True,
     }
-    return _text(model_type, scale, ids, **sizes, **over)
+    return _text(model_type, scale, ids, **{**sizes, **over})
 
 
 def _gemma4(scale: Scale, ids: Mapping[str, int]) -> Json:
@@ -853,6 +853,7 @@ def _gemma4_unified(scale: Scale, ids: Mapping[str, int]) -> Json:
             "gemma4_unified_text",
             scale,
             ids,
+            sliding_window=96,
             use_bidirectional_attention="vision",
             attention_k_eq_v=True,
             num_global_key_value_heads=1,
