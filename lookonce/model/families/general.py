@@ -270,6 +270,9 @@ class GeneralMediaFamily(GeneralTextFamily):
 
     def encode(self, modality: Modality, items: Sequence[Tensors]) -> list[Tensor]:
         """Each item in a call of its own, which gets the arrays that it has parameters for."""
+        if modality in self.unsplittable:
+            for item in items:
+                self._check_window(modality, item)
         if self.merges:
             return [self._merged(modality, item) for item in items]
         encoder = self._encoder(modality)
@@ -279,6 +282,17 @@ class GeneralMediaFamily(GeneralTextFamily):
             known = {name: value for name, value in item.items() if name in named}
             rows.append(_rows(encoder(**known)))
         return rows
+
+    def _check_window(self, modality: Modality, item: Tensors) -> None:
+        """Whether an item that attends to itself in both directions fits into the shortest window:
+        what is beyond is seen in some types and not in others. Raises `ValueError`."""
+        windows = [layer.call.sliding_window for layer in self._attention]
+        shortest = min((window for window in windows if window), default=None)
+        length = item["input_ids"].shape[1]
+        if shortest is not None and length > shortest:
+            raise ValueError(
+                f"the {modality} has {length} tokens, but the model's sliding window {shortest}"
+            )
 
     def _merged(self, modality: Modality, item: Tensors) -> Tensor:
         """The rows of an item in what the model's own forward gives its decoder: embeddings, and

@@ -626,29 +626,6 @@ def _hunyuan_vl(scale: Scale, ids: Mapping[str, int]) -> Json:
     }
 
 
-def _mistral_large4(scale: Scale, ids: Mapping[str, int]) -> Json:
-    text = {
-        "moe_intermediate_size": 32,
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "kv_lora_rank": 16,
-        "qk_rope_head_dim": 8,
-        "qk_nope_head_dim": 8,
-        "v_head_dim": 8,
-        "num_key_value_heads": scale.heads,
-        "first_k_dense_replace": 1,
-    }
-    text_config = {**_text("mistral_large4_text", scale, ids), **text}
-    text_config.pop("head_dim")
-    return {
-        "vision_config": _vision(
-            scale, model_type="pixtral", image_size=128, patch_size=14, head_dim=16
-        ),
-        "text_config": text_config,
-        "image_token_index": ids["[IMG]"],
-    }
-
-
 def _ovis2(scale: Scale, ids: Mapping[str, int]) -> Json:
     marks = ("<IMG_START>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>", "<IMG_END>")
     return {
@@ -1214,19 +1191,6 @@ MEDIA_KINDS: dict[str, FolderKind] = {
         },
         preprocessor=_grid_pixels("HunYuanVL", temporal_patch_size=1),
         processor="HunYuanVL",
-    ),
-    "mistral_large4": _kind(
-        "mistral_large4",
-        _mistral_large4,
-        image="[IMG]",
-        specials=("[IMG_BREAK]", "[IMG_END]"),
-        preprocessor=_pixels("Pixtral", size={"longest_edge": 112}, patch_size=28),
-        processor="Pixtral",
-        patch_size=14,
-        spatial_merge_size=2,
-        image_token="[IMG]",
-        image_break_token="[IMG_BREAK]",
-        image_end_token="[IMG_END]",
     ),
     "ovis2": _kind(
         "ovis2",
