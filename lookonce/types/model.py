@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 import msgspec
 
 from lookonce.errors import ModelLoadError
-from lookonce.types.media import Modality
+from lookonce.types.media import EVERY_TOKEN, Modality
 from lookonce.types.pooling import PoolingInfo
 
 
@@ -190,29 +190,49 @@ GENERAL_TEXT: tuple[str, ...] = (
 `make test-models`. Other types of text-only models are tried: loading compares them, too."""
 
 GENERAL_MEDIA: dict[str, tuple[Modality, ...]] = {
+    "aria": ("image",),
     "audioflamingo3": ("audio",),
     "aya_vision": ("image",),
     "cohere2_vision": ("image",),
+    "cohere_compass": ("image",),
+    "cosmos3_edge": ("image",),
+    "cosmos3_omni": ("image",),
+    "deepseek_ocr2": ("image",),
     "deepseek_vl": ("image",),
+    "deepseek_vl_hybrid": ("image",),
+    "ernie4_5_vl_moe": ("image",),
     "exaone4_5": ("image",),
+    "fast_vlm": ("image",),
+    "gemma4": ("image",),
+    "gemma4_unified": ("image",),
     "glm46v": ("image",),
     "glm4v": ("image",),
     "glm4v_moe": ("image",),
     "glm_ocr": ("image",),
     "glmasr": ("audio",),
+    "glmga": ("image",),
+    "got_ocr2": ("image",),
+    "granite4_vision": ("image",),
+    "granite_docling": ("image",),
     "hyperclovax_vision_v2": ("image",),
     "idefics2": ("image",),
     "internvl": ("image", "video"),
     "janus": ("image",),
+    "kimi_k25": ("image",),
     "lighton_ocr": ("image",),
     "llama4": ("image",),
     "llava_next": ("image",),
     "llava_next_video": ("image",),
     "llava_onevision": ("image",),
+    "minimax_m3_vl": ("image",),
     "moss_transcribe_diarize": ("audio",),
+    "muse_glimmer": ("image",),
+    "ovis2": ("image",),
     "paddleocr_vl": ("image",),
+    "perception_lm": ("image",),
     "qianfan_ocr": ("image",),
     "qwen3_asr": ("audio",),
+    "step3p7": ("image",),
     "video_llama_3": ("image",),
     "video_llava": ("image",),
     "vipllava": ("image",),
@@ -225,6 +245,7 @@ ONE_IN_A_PROMPT: tuple[str, ...] = (
     "glmasr",
     "idefics2",
     "llava_onevision",
+    "perception_lm",
     "qwen3_asr",
 )
 """Types of `GENERAL_MEDIA` whose processor takes one item in a prompt, or treats several otherwise
@@ -323,7 +344,7 @@ UNSERVABLE_MEDIA: dict[str, tuple[str, ...]] = {
 """Why → types of models that hear which are refused before anything is loaded."""
 
 MEDIA_CONFIG = re.compile(
-    r"(vision|visual|vit|image|video|audio|speech|sound|acoustic|codec|encoder|qformer|perceiver"
+    r"(vision|visual|vit|vq|image|video|audio|speech|sound|acoustic|codec|encoder|qformer|perceiver"
     r"|thinker|talker)(_\w+)?_config"
 )
 """Names of the parts of a config that describe an encoder of media."""
@@ -336,7 +357,7 @@ MEDIA_TOKENS: dict[Modality, tuple[str, ...]] = {
 }
 """Modality → names in a config of the token whose positions take encoder outputs."""
 MEDIA_PARTS: dict[Modality, re.Pattern[str]] = {
-    "image": re.compile(r"vision|visual|vit|image"),
+    "image": re.compile(r"vision|visual|vit|vq|image"),
     "audio": re.compile(r"audio|speech|sound|acoustic|encoder"),
 }
 FILMS_AS_PICTURES: tuple[str, ...] = ("internvl",)
@@ -356,6 +377,27 @@ def general_modalities(config: Mapping[str, object]) -> tuple[Modality, ...]:
         and any(MEDIA_PARTS[modality].search(part) for part in parts)
     )
     return (*found, "video") if config.get("model_type") in FILMS_AS_PICTURES else found
+
+
+def media_token(config: Mapping[str, object], modality: Modality) -> int:
+    """The id of the token whose positions take rows of an item; `EVERY_TOKEN` where the config names
+    tokens around those (Ovis 2) which take rows as well. Raises `KeyError` without any."""
+    if config.get("visual_indicator_token_ids"):
+        return EVERY_TOKEN
+    names = MEDIA_TOKENS["image" if modality == "video" else modality]
+    for name in names:
+        if type(value := config.get(name)) is int:
+            return value
+    raise KeyError(names[0])
+
+
+def has_axes(text_config: Mapping[str, object]) -> bool:
+    """Whether positions have several axes: in every layer, or in those of a kind."""
+    rope = text_config.get("rope_parameters") or text_config.get("rope_scaling")
+    kinds = rope.values() if isinstance(rope, Mapping) else ()
+    return any(
+        isinstance(part, Mapping) and "mrope_section" in part for part in (rope, *kinds)
+    )
 
 
 def takes_media(config: Mapping[str, object]) -> bool:

@@ -192,6 +192,11 @@ class ModelFamily:
         embeds.index_copy_(0, at, rows)
         return {}
 
+    def step_arguments(self, token_ids: Tensor, at: Tensor | None) -> dict[str, Any]:
+        """Keyword arguments of the decoder that depend on a step's token ids [T], of which those at
+        the indices `at` [N] take encoder rows and have any id; None: no token takes one."""
+        return {}
+
 
 class TextFamily(ModelFamily):
     """Text-only decoders."""

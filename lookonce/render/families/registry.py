@@ -76,7 +76,10 @@ def media_examples(folder: str | Path, dtype: str) -> tuple[MediaExample, ...]:
     model_type = str(family.files.config["model_type"])
     try:
         return family.examples()
-    except (ModelLoadError, UnprocessableMediaError) as error:
+    except UnprocessableMediaError as error:
+        reason = f"{error.message}: {error.__cause__}" if error.__cause__ else error.message
+        raise unsupported(model_type, reason[:300]) from error
+    except ModelLoadError as error:
         raise unsupported(model_type, error.message) from error
     except (LookupError, RuntimeError, TypeError, ValueError) as error:
         reason = f"its processor takes no prompt with several items ({error})"
