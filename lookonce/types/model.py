@@ -203,7 +203,8 @@ GENERAL_MEDIA: dict[str, tuple[Modality, ...]] = {
     "ernie4_5_vl_moe": ("image",),
     "exaone4_5": ("image",),
     "fast_vlm": ("image",),
-    "gemma4": ("image",),
+    "fun_asr_nano": ("audio",),
+    "gemma4": ("image", "audio"),
     "gemma4_unified": ("image",),
     "glm46v": ("image",),
     "glm4v": ("image",),
@@ -214,6 +215,8 @@ GENERAL_MEDIA: dict[str, tuple[Modality, ...]] = {
     "got_ocr2": ("image",),
     "granite4_vision": ("image",),
     "granite_docling": ("image",),
+    "granite_speech": ("audio",),
+    "granite_speech_plus": ("audio",),
     "hyperclovax_vision_v2": ("image",),
     "idefics2": ("image",),
     "internvl": ("image", "video"),
@@ -226,6 +229,7 @@ GENERAL_MEDIA: dict[str, tuple[Modality, ...]] = {
     "llava_onevision": ("image",),
     "minimax_m3_vl": ("image",),
     "moss_transcribe_diarize": ("audio",),
+    "musicflamingo": ("audio",),
     "muse_glimmer": ("image",),
     "ovis2": ("image",),
     "paddleocr_vl": ("image",),
@@ -242,9 +246,11 @@ GENERAL_MEDIA: dict[str, tuple[Modality, ...]] = {
 
 ONE_IN_A_PROMPT: tuple[str, ...] = (
     "audioflamingo3",
+    "fun_asr_nano",
     "glmasr",
     "idefics2",
     "llava_onevision",
+    "musicflamingo",
     "perception_lm",
     "qwen3_asr",
 )

@@ -798,7 +798,13 @@ def _gemma4(scale: Scale, ids: Mapping[str, int]) -> Json:
             **_gemma4_text("gemma4_text", scale, ids, **text),
             "layer_types": layers,
         },
-        "audio_config": None,
+        "audio_config": {
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "subsampling_conv_channels": [8, 4],
+            "output_proj_dims": 48,
+        },
         "tie_word_embeddings": True,
         **_gemma4_tokens(ids),
     }
@@ -1169,8 +1175,11 @@ MEDIA_KINDS: dict[str, FolderKind] = {
         image="<image>",
         roles={"image_token": "<image>"},
         preprocessor=_pixels(
-            "LlavaNext", size={"shortest_edge": 56}, crop_size=_square(56),
-            image_grid_pinpoints=[[56, 112], [112, 56], [112, 112]], do_center_crop=True,
+            "LlavaNext",
+            size={"shortest_edge": 56},
+            crop_size=_square(56),
+            image_grid_pinpoints=[[56, 112], [112, 56], [112, 112]],
+            do_center_crop=True,
             do_pad=True,
         ),
         processor="Granite4Vision",
@@ -1278,9 +1287,8 @@ MEDIA_KINDS: dict[str, FolderKind] = {
         "gemma4",
         _gemma4,
         image="<|image|>",
-        specials=(
-            *("<|image>", "<image|>", "<|video|>", "<|audio|>", "<|audio>", "<audio|>"),
-        ),
+        audio="<|audio|>",
+        specials=("<|image>", "<image|>", "<|video|>", "<|audio>", "<audio|>"),
         roles={
             "image_token": "<|image|>",
             "boi_token": "<|image>",
@@ -1290,9 +1298,7 @@ MEDIA_KINDS: dict[str, FolderKind] = {
             "eoa_token": "<audio|>",
         },
         preprocessor={
-            **_pixels(
-                "Gemma4", patch_size=14, pooling_kernel_size=2, max_soft_tokens=70
-            ),
+            **_pixels("Gemma4", patch_size=14, pooling_kernel_size=2, max_soft_tokens=70),
             "feature_extractor_type": "Gemma4AudioFeatureExtractor",
         },
         processor="Gemma4",
@@ -1302,9 +1308,7 @@ MEDIA_KINDS: dict[str, FolderKind] = {
         "gemma4_unified",
         _gemma4_unified,
         image="<|image|>",
-        specials=(
-            *("<|image>", "<image|>", "<|video|>", "<|audio|>", "<|audio>", "<audio|>"),
-        ),
+        specials=(*("<|image>", "<image|>", "<|video|>", "<|audio|>", "<|audio>", "<audio|>"),),
         roles={
             "image_token": "<|image|>",
             "boi_token": "<|image>",
@@ -1314,9 +1318,7 @@ MEDIA_KINDS: dict[str, FolderKind] = {
             "eoa_token": "<audio|>",
         },
         preprocessor={
-            **_pixels(
-                "Gemma4Unified", patch_size=14, pooling_kernel_size=2, max_soft_tokens=70
-            ),
+            **_pixels("Gemma4Unified", patch_size=14, pooling_kernel_size=2, max_soft_tokens=70),
             "feature_extractor_type": "Gemma4UnifiedAudioFeatureExtractor",
         },
         processor="Gemma4Unified",
