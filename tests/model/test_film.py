@@ -104,6 +104,16 @@ def test_positions_that_are_shifted_in_time_are_another_film(subject):
     assert compare(served.answers, subject.expected[:1]).max_logit_error > 1e-3
 
 
+def test_text_that_does_not_go_on_after_a_films_time_differs(subject, monkeypatch):
+    """Negative control, for models whose text does."""
+    family = type(subject.loaded.family)
+    if not family.text_after_film_time:
+        pytest.skip("this model's text goes on after the size of the frames")
+    monkeypatch.setattr(family, "text_after_film_time", False)
+    served = serve(subject.loaded, subject.cases[:1], budget=256)
+    assert compare(served.answers, subject.expected[:1]).max_logit_error > 1e-3
+
+
 def test_a_film_whose_time_reaches_beyond_the_text_after_it(folder):
     """`generate` goes on at the prompt's last position all the same. The same items at another rate
     are other blocks: their keys depend on positions."""

@@ -267,6 +267,31 @@ def test_a_clients_text_is_no_placeholder(renderer):
     assert prompt.modality_tokens("video") == alone.modality_tokens("video")
 
 
+@pytest.mark.parametrize("name", ["use_audio_in_video", "load_audio_from_video"])
+def test_the_sound_of_a_film_is_refused_and_named(renderer, name):
+    with pytest.raises(BadRequestError, match="the sound of films is not heard") as refused:
+        render(renderer, film_part([1, 2]), mm_processor_kwargs={name: True})
+    assert refused.value.param == f"mm_processor_kwargs.{name}"
+    assert render(renderer, film_part([1, 2]), mm_processor_kwargs={name: False}).items
+
+
+def test_a_rate_that_makes_parts_of_positions_is_refused():
+    subject = QwenFilms(
+        {"patch_size": 16}, 7, "float32", ArrayMemory(), rule="omni", tokens_per_second=13
+    )
+
+    def times(fps, **asked):
+        info = FilmInfo(6, fps, 400, 300, chosen=True)
+        return [item.time for item in subject.layout(info, asked, 768).items]
+
+    assert times(2.0) == [0, 13, 26]
+    assert times(1.0) == [0, 26, 52]
+    assert times(3.0, fps=2.0, do_sample_frames=False) == [0, 13, 26]
+    for fps in (4.0, 0.05):
+        with pytest.raises(UnprocessableMediaError, match="choose another fps"):
+            times(fps)
+
+
 # --- names ---------------------------------------------------------------------------------------
 
 
