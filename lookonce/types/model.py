@@ -132,6 +132,9 @@ GENERAL_TEXT: tuple[str, ...] = (
     "flex_olmo",
     "flint",
     "gemma",
+    "gemma3n_text",
+    "gemma4_text",
+    "gemma4_unified_text",
     "glm",
     "glm4",
     "glm4_moe",
@@ -309,7 +312,6 @@ UNSERVABLE: dict[str, tuple[str, ...]] = {
         "pegasus",
     ),
     "its attention layers are not called once each": ("diffllama",),
-    "its layers have keys of different shapes": ("gemma4_unified_text",),
     "some of its layers keep another state than keys and values": (
         "hrm_text",
         "lfm2",
@@ -378,9 +380,7 @@ def has_axes(text_config: Mapping[str, object]) -> bool:
     """Whether positions have several axes: in every layer, or in those of a kind."""
     rope = text_config.get("rope_parameters") or text_config.get("rope_scaling")
     kinds = rope.values() if isinstance(rope, Mapping) else ()
-    return any(
-        isinstance(part, Mapping) and "mrope_section" in part for part in (rope, *kinds)
-    )
+    return any(isinstance(part, Mapping) and "mrope_section" in part for part in (rope, *kinds))
 
 
 def takes_media(config: Mapping[str, object]) -> bool:
@@ -397,8 +397,10 @@ def check_served(config: Mapping[str, object]) -> None:
     tables: tuple[Collection[str], ...] = (SUPPORTED, GENERAL_TEXT, GENERAL_MEDIA, EMBEDDERS)
     if any(model_type in table for table in tables):
         return
+    text = config.get("text_config")
+    text_type = text.get("model_type") if isinstance(text, Mapping) else None
     for reason, types in UNSERVABLE.items():
-        if model_type in types:
+        if model_type in types or text_type in types:
             raise unsupported(model_type, reason)
     if not model_type or config.get("is_encoder_decoder"):
         raise unsupported(model_type)

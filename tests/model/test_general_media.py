@@ -17,7 +17,7 @@ from transformers.utils import is_timm_available, is_torchvision_available
 
 from lookonce.config import ModelConfig
 from lookonce.errors import BadRequestError, ModelLoadError
-from lookonce.model.families.general import GeneralMediaFamily
+from lookonce.model.families.general import DeeperRows, GeneralMediaFamily
 from lookonce.model.families.registry import FAMILIES
 from lookonce.model.loader import load_model
 from lookonce.model.proof import _cuts_inside, largest, prove_media
@@ -53,6 +53,8 @@ NEED_TORCHVISION = (
     *("cohere2_vision", "gemma4_unified", "kimi_k25", "llama4", "minimax_m3_vl", "muse_glimmer"),
     *("step3p7", *NEED_TIMM),
 )
+NEW = ("glmga", "cosmos3_edge", "cosmos3_omni", "cohere_compass", "got_ocr2")
+"""Types that are served with nothing of ours but their name in `GENERAL_MEDIA`."""
 ALL = bool(os.environ.get("ALL_MODELS"))
 BLOCK = 4
 
@@ -99,11 +101,12 @@ def test_forced_preemption_changes_no_token(subject):
     assert_parity(served, expected)
 
 
-def test_a_type_that_is_not_listed_is_tried(folder, monkeypatch):
+@pytest.mark.parametrize("model_type", NEW if ALL else NEW[:1])
+def test_a_type_that_is_not_listed_is_tried(folder, monkeypatch, model_type):
     monkeypatch.setattr("lookonce.types.model.GENERAL_MEDIA", {})
-    info = load_general(folder("media:llava_next")).info
+    info = load_general(folder(f"media:{model_type}")).info
     assert info.modalities == ("image",)
-    family = load_family(folder("media:llava_next"), "float32")
+    family = load_family(folder(f"media:{model_type}"), "float32")
     assert family.modalities == ("image",)
 
 
@@ -198,6 +201,77 @@ def test_shifted_positions_are_found(proven, monkeypatch):
     family, examples = proven
     monkeypatch.setattr(family, "decoder", Shifted(family.decoder))
     assert_refused(family, examples)
+
+
+# --- what some types have beside rows of embeddings ---------------------------------------------
+
+
+def load_with_examples(path) -> tuple[GeneralMediaFamily, tuple[MediaExample, ...]]:
+    family = load_general(path).family
+    assert isinstance(family, GeneralMediaFamily)
+    return family, media_examples(path, "float32")
+
+
+needs_all = pytest.mark.skipif(not ALL, reason="in `make test-models`")
+
+
+def test_features_for_later_layers_that_are_dropped_are_found(folder, monkeypatch):
+    family, examples = load_with_examples(folder("media:granite_docling"))
+    assert family.row_width == 3 * family.hidden_size
+    monkeypatch.setattr(DeeperRows, "arguments", lambda *_: {})
+    assert_refused(family, examples)
+
+
+@needs_all
+def test_features_for_other_layers_are_found(folder, monkeypatch):
+    """Granite Vision names the layers that get them."""
+    family, examples = load_with_examples(folder("media:granite4_vision"))
+    arguments = DeeperRows.arguments
+    monkeypatch.setattr(
+        DeeperRows, "arguments", lambda *given: arguments(*given[:-1], list(given[-1])[::-1])
+    )
+    assert_refused(family, examples)
+
+
+@needs_all
+def test_kinds_of_tokens_that_are_dropped_are_found(folder, monkeypatch):
+    family, examples = load_with_examples(folder("media:ernie4_5_vl_moe"))
+    monkeypatch.setattr(family, "step_arguments", lambda *_: {})
+    assert_refused(family, examples)
+
+
+@needs_all
+def test_tokens_around_rows_that_take_none_are_found(folder, monkeypatch):
+    path = folder("media:ovis2")
+    assert load_with_examples(path)[0].merges
+    for module in ("model.families.general", "render.families.general"):
+        monkeypatch.setattr(f"lookonce.{module}.media_token", plain_token)
+    with pytest.raises(ModelLoadError, match="logits differ"):
+        load_general(path)
+
+
+def plain_token(config, modality) -> int:
+    return int(config["image_token_id"])
+
+
+@needs_all
+def test_embeddings_of_each_layer_that_are_dropped_are_found(folder, monkeypatch):
+    family, examples = load_with_examples(folder("media:gemma4"))
+    assert len({layer.head_dim for layer in family._attention}) == 2
+    given = family.step_arguments
+
+    def zeros(*arguments):
+        return {name: torch.zeros_like(value) for name, value in given(*arguments).items()}
+
+    monkeypatch.setattr(family, "step_arguments", zeros)
+    assert_refused(family, examples)
+
+
+def test_an_item_longer_than_a_window_is_refused(folder, without_own):
+    """Where items attend to themselves in both directions, what lies beyond a window differs."""
+    family = without_own(folder("gemma3"))[0].family
+    with pytest.raises(ValueError, match="the image has 40 tokens, but the model's sliding window"):
+        family.encode("image", [{"input_ids": torch.zeros(1, 40, dtype=torch.int64)}])
 
 
 # --- own families' types, served without them ---------------------------------------------------

@@ -1169,8 +1169,11 @@ MEDIA_KINDS: dict[str, FolderKind] = {
         image="<image>",
         roles={"image_token": "<image>"},
         preprocessor=_pixels(
-            "LlavaNext", size={"shortest_edge": 56}, crop_size=_square(56),
-            image_grid_pinpoints=[[56, 112], [112, 56], [112, 112]], do_center_crop=True,
+            "LlavaNext",
+            size={"shortest_edge": 56},
+            crop_size=_square(56),
+            image_grid_pinpoints=[[56, 112], [112, 56], [112, 112]],
+            do_center_crop=True,
             do_pad=True,
         ),
         processor="Granite4Vision",
@@ -1278,9 +1281,7 @@ MEDIA_KINDS: dict[str, FolderKind] = {
         "gemma4",
         _gemma4,
         image="<|image|>",
-        specials=(
-            *("<|image>", "<image|>", "<|video|>", "<|audio|>", "<|audio>", "<audio|>"),
-        ),
+        specials=(*("<|image>", "<image|>", "<|video|>", "<|audio|>", "<|audio>", "<audio|>"),),
         roles={
             "image_token": "<|image|>",
             "boi_token": "<|image>",
@@ -1290,9 +1291,7 @@ MEDIA_KINDS: dict[str, FolderKind] = {
             "eoa_token": "<audio|>",
         },
         preprocessor={
-            **_pixels(
-                "Gemma4", patch_size=14, pooling_kernel_size=2, max_soft_tokens=70
-            ),
+            **_pixels("Gemma4", patch_size=14, pooling_kernel_size=2, max_soft_tokens=70),
             "feature_extractor_type": "Gemma4AudioFeatureExtractor",
         },
         processor="Gemma4",
@@ -1302,9 +1301,7 @@ MEDIA_KINDS: dict[str, FolderKind] = {
         "gemma4_unified",
         _gemma4_unified,
         image="<|image|>",
-        specials=(
-            *("<|image>", "<image|>", "<|video|>", "<|audio|>", "<|audio>", "<audio|>"),
-        ),
+        specials=(*("<|image>", "<image|>", "<|video|>", "<|audio|>", "<|audio>", "<audio|>"),),
         roles={
             "image_token": "<|image|>",
             "boi_token": "<|image>",
@@ -1314,9 +1311,7 @@ MEDIA_KINDS: dict[str, FolderKind] = {
             "eoa_token": "<audio|>",
         },
         preprocessor={
-            **_pixels(
-                "Gemma4Unified", patch_size=14, pooling_kernel_size=2, max_soft_tokens=70
-            ),
+            **_pixels("Gemma4Unified", patch_size=14, pooling_kernel_size=2, max_soft_tokens=70),
             "feature_extractor_type": "Gemma4UnifiedAudioFeatureExtractor",
         },
         processor="Gemma4Unified",
