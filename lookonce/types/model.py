@@ -365,8 +365,8 @@ def general_modalities(config: Mapping[str, object]) -> tuple[Modality, ...]:
 
 
 def media_token(config: Mapping[str, object], modality: Modality) -> int:
-    """The id of the token whose positions take rows of an item; `EVERY_TOKEN` where the config names
-    tokens around those (Ovis 2) which take rows as well. Raises `KeyError` without any."""
+    """The id of the token whose positions take rows of an item; `EVERY_TOKEN` where the config
+    names tokens around those which take rows as well (Ovis 2). Raises `KeyError` without any."""
     if config.get("visual_indicator_token_ids"):
         return EVERY_TOKEN
     names = MEDIA_TOKENS["image" if modality == "video" else modality]

@@ -108,7 +108,7 @@ class GeneralTextFamily(ModelFamily):
         return weight
 
     def step_arguments(self, token_ids: Tensor, at: Tensor | None) -> dict[str, Any]:
-        """Embeddings that each layer has of its own, where the decoder has them (Gemma 3n and 4)."""
+        """Embeddings that each layer has of its own, if the decoder has them (Gemma 3n and 4)."""
         if not getattr(self.text_config, "hidden_size_per_layer_input", None):
             return {}
         if at is not None:
@@ -303,7 +303,7 @@ class GeneralMediaFamily(GeneralTextFamily):
 
         def stop(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             given.update(kwargs)
-            raise _DecoderReached
+            raise _DecoderReachedError
 
         ids = item["input_ids"]
         hook = self.decoder.register_forward_pre_hook(stop, with_kwargs=True)
@@ -311,7 +311,7 @@ class GeneralMediaFamily(GeneralTextFamily):
             self.model.base_model.rope_deltas = None  # of the item before
         try:
             self.model(**item, attention_mask=torch.ones_like(ids), use_cache=False)
-        except _DecoderReached:
+        except _DecoderReachedError:
             pass
         finally:
             hook.remove()
@@ -335,7 +335,7 @@ class GeneralMediaFamily(GeneralTextFamily):
         raise self.unservable(f"it has no {name}")
 
 
-class _DecoderReached(Exception):
+class _DecoderReachedError(Exception):
     """Raised where the decoder of a model would run."""
 
 
