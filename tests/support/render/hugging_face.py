@@ -43,7 +43,7 @@ PROCESSORS = {
 FLAT = ("got_ocr2",)
 """Types whose processor takes no list of pictures for each prompt: `apply_chat_template` fails."""
 ASKED_FOR_KINDS = ("cosmos3_edge",)
-"""Types whose model needs to know which tokens are of pictures; their processor says it if asked."""
+"""Types whose model needs to know which tokens are of pictures; the processor says it if asked."""
 WITHOUT_VIDEO = ("smolvlm", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 
 
