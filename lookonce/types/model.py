@@ -328,6 +328,32 @@ UNSERVABLE: dict[str, tuple[str, ...]] = {
 """Why → types of text-only models of transformers that loading would refuse. They are refused
 before anything is loaded. `make test-models` compares this with what loading finds."""
 
+UNSERVABLE_MEDIA: dict[str, tuple[str, ...]] = {
+    "it is an encoder-decoder": (
+        "florence2",
+        "pix2struct",
+        "pp_formulanet",
+        "t5gemma2",
+        "udop",
+        "vision-encoder-decoder",
+    ),
+    "its decoder cross-attends to what it is shown": ("evolla", "idefics", "mllama"),
+    "its encoder reads the prompt as well": ("instructblip", "instructblipvideo"),
+    "its pictures have no token of their own": ("blip", "blip-2", "kosmos-2", "kosmos-2.5"),
+    "its processor adds tokens at the beginning or end of a prompt": (
+        "chameleon",
+        "emu3",
+        "fuyu",
+        "molmo2",
+    ),
+    "its decoder selects keys by an index": ("dots3_note", "glm5_next", "mistral_large4"),
+    "it generates by diffusion": ("diffusion_gemma",),
+    "it gives actions, not text": ("pi0",),
+    "the whole prompt, text as well, attends in both directions": ("git", "paligemma"),
+}
+"""Why → types of transformers that see and are not served, refused before anything is loaded. Types
+whose text model is in `UNSERVABLE` are refused with that reason."""
+
 MEDIA_CONFIG = re.compile(
     r"(vision|visual|vit|vq|image|video|audio|speech|sound|acoustic|codec|encoder|qformer|perceiver"
     r"|thinker|talker)(_\w+)?_config"
@@ -399,7 +425,7 @@ def check_served(config: Mapping[str, object]) -> None:
         return
     text = config.get("text_config")
     text_type = text.get("model_type") if isinstance(text, Mapping) else None
-    for reason, types in UNSERVABLE.items():
+    for reason, types in (*UNSERVABLE_MEDIA.items(), *UNSERVABLE.items()):
         if model_type in types or text_type in types:
             raise unsupported(model_type, reason)
     if not model_type or config.get("is_encoder_decoder"):

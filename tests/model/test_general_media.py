@@ -25,7 +25,13 @@ from lookonce.render.families.registry import FAMILIES as RENDER_FAMILIES
 from lookonce.render.families.registry import load_family, media_examples
 from lookonce.render.media.external_items import item_from_arrays
 from lookonce.types.media import MediaExample
-from lookonce.types.model import GENERAL_MEDIA
+from lookonce.types.model import (
+    GENERAL_MEDIA,
+    SUPPORTED,
+    UNSERVABLE,
+    UNSERVABLE_MEDIA,
+    check_served,
+)
 from tests.support.model.cases import picture
 from tests.support.model.chats import render
 from tests.support.model.serving import (
@@ -35,7 +41,7 @@ from tests.support.model.serving import (
     load_general,
     serve,
 )
-from tests.support.model_folders.general_media import MEDIA_KINDS
+from tests.support.model_folders.general_media import MEDIA_KINDS, VARIANTS
 
 SAMPLE = (
     "internvl",  # tiles, with text tokens around each picture's
@@ -59,7 +65,7 @@ ALL = bool(os.environ.get("ALL_MODELS"))
 BLOCK = 4
 
 
-@pytest.fixture(scope="module", params=GENERAL_MEDIA if ALL else SAMPLE)
+@pytest.fixture(scope="module", params=[*GENERAL_MEDIA, *VARIANTS] if ALL else SAMPLE)
 def subject(request, subjects) -> Subject:
     if request.param in NEED_TORCHVISION and not is_torchvision_available():
         pytest.skip("its processor needs torchvision")
@@ -72,10 +78,23 @@ def test_every_listed_type_has_a_random_folder():
     assert set(MEDIA_KINDS) == {*GENERAL_MEDIA, *REFUSED}
 
 
-@pytest.mark.parametrize("model_type", REFUSED)
-def test_what_differs_is_refused_with_the_reason(folder, model_type):
+@pytest.mark.parametrize("model_type", REFUSED if ALL else ("emu3", "musicflamingo"))
+def test_what_differs_is_refused_with_the_reason(folder, monkeypatch, model_type):
+    monkeypatch.setattr("lookonce.types.model.UNSERVABLE_MEDIA", {})
     with pytest.raises(ModelLoadError, match=REFUSED[model_type]):
         load_general(folder(f"media:{model_type}"))
+
+
+def test_a_type_is_listed_once():
+    reasons = {**UNSERVABLE, **UNSERVABLE_MEDIA}
+    listed = [*GENERAL_MEDIA, *SUPPORTED, *(name for types in reasons.values() for name in types)]
+    assert len(listed) == len(set(listed))
+
+
+def test_a_type_with_a_text_model_that_is_not_served_is_refused_for_that_reason():
+    config = {"model_type": "lfm2_vl", "text_config": {"model_type": "lfm2"}, "vision_config": {}}
+    with pytest.raises(ModelLoadError, match="keep another state than keys and values"):
+        check_served(config)
 
 
 def test_the_media_are_those_that_are_listed(subject):

@@ -784,7 +784,27 @@ def _gemma4(scale: Scale, ids: Mapping[str, int]) -> Json:
         "vocab_size_per_layer_input": scale.vocab,
         "num_kv_shared_layers": 2,
     }
-    layers = ["sliding_attention", "full_attention"] * (scale.layers // 2)
+    return _gemma4_parts(scale, ids, text)
+
+
+def _gemma4_large(scale: Scale, ids: Mapping[str, int]) -> Json:
+    """The larger sizes: experts, and pictures that attend to themselves in both directions in
+    layers with a window."""
+    text = {
+        "hidden_size_per_layer_input": 0,
+        "sliding_window": 96,
+        "use_bidirectional_attention": "vision",
+        "enable_moe_block": True,
+        "num_experts": 4,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 32,
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1,
+    }
+    return _gemma4_parts(scale, ids, text)
+
+
+def _gemma4_parts(scale: Scale, ids: Mapping[str, int], text: Json) -> Json:
     return {
         "vision_config": _vision(
             scale,
@@ -794,10 +814,7 @@ def _gemma4(scale: Scale, ids: Mapping[str, int]) -> Json:
             pooling_kernel_size=2,
             position_embedding_size=64,
         ),
-        "text_config": {
-            **_gemma4_text("gemma4_text", scale, ids, **text),
-            "layer_types": layers,
-        },
+        "text_config": _gemma4_text("gemma4_text", scale, ids, **text),
         "audio_config": None,
         "tie_word_embeddings": True,
         **_gemma4_tokens(ids),
@@ -917,6 +934,29 @@ def _glm_kind(model_type: str, parts: Parts, name: str) -> FolderKind:
         specials=GLM_VISION,
         preprocessor=_grid_pixels(name),
         processor=name,
+    )
+
+
+def _gemma4_kind(parts: Parts) -> FolderKind:
+    return _kind(
+        "gemma4",
+        parts,
+        image="<|image|>",
+        specials=(*("<|image>", "<image|>", "<|video|>", "<|audio|>", "<|audio>", "<audio|>"),),
+        roles={
+            "image_token": "<|image|>",
+            "boi_token": "<|image>",
+            "eoi_token": "<image|>",
+            "audio_token": "<|audio|>",
+            "boa_token": "<|audio>",
+            "eoa_token": "<audio|>",
+        },
+        preprocessor={
+            **_pixels("Gemma4", patch_size=14, pooling_kernel_size=2, max_soft_tokens=70),
+            "feature_extractor_type": "Gemma4AudioFeatureExtractor",
+        },
+        processor="Gemma4",
+        image_seq_length=70,
     )
 
 
@@ -1277,26 +1317,7 @@ MEDIA_KINDS: dict[str, FolderKind] = {
         patch_size=32,
         vision_feature_select_strategy="full",
     ),
-    "gemma4": _kind(
-        "gemma4",
-        _gemma4,
-        image="<|image|>",
-        specials=(*("<|image>", "<image|>", "<|video|>", "<|audio|>", "<|audio>", "<audio|>"),),
-        roles={
-            "image_token": "<|image|>",
-            "boi_token": "<|image>",
-            "eoi_token": "<image|>",
-            "audio_token": "<|audio|>",
-            "boa_token": "<|audio>",
-            "eoa_token": "<audio|>",
-        },
-        preprocessor={
-            **_pixels("Gemma4", patch_size=14, pooling_kernel_size=2, max_soft_tokens=70),
-            "feature_extractor_type": "Gemma4AudioFeatureExtractor",
-        },
-        processor="Gemma4",
-        image_seq_length=70,
-    ),
+    "gemma4": _gemma4_kind(_gemma4),
     "gemma4_unified": _kind(
         "gemma4_unified",
         _gemma4_unified,
@@ -1451,3 +1472,5 @@ MEDIA_KINDS: dict[str, FolderKind] = {
     ),
 }
 """By `model_type`. Every size is tiny, and every picture takes several tiles."""
+VARIANTS: dict[str, FolderKind] = {"gemma4-large": _gemma4_kind(_gemma4_large)}
+"""Other sizes of these types, which differ in more than size."""
