@@ -143,8 +143,9 @@ class Expansion(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What one media item's placeholder becomes in the prompt, run-length encoded (~200 bytes).
 
     `runs` are `(token_id, count)` in order. Every position whose token is `embed_token_id`
-    takes one row of the item's encoder output; with `EVERY_TOKEN` all do. `grid` is `(t, h, w)` in merged patches for
-    families with multi-axis rope, else None: positions must be computable without the item.
+    takes one row of the item's encoder output; with `EVERY_TOKEN` all do. `grid` is `(t, h, w)` in
+    merged patches for families with multi-axis rope, else None: positions must be computable
+    without the item.
     """
 
     runs: tuple[tuple[int, int], ...]

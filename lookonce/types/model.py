@@ -134,6 +134,9 @@ GENERAL_TEXT: tuple[str, ...] = (
     "flex_olmo",
     "flint",
     "gemma",
+    "gemma3n_text",
+    "gemma4_text",
+    "gemma4_unified_text",
     "glm",
     "glm4",
     "glm4_moe",
@@ -317,7 +320,6 @@ UNSERVABLE: dict[str, tuple[str, ...]] = {
         "pegasus",
     ),
     "its attention layers are not called once each": ("diffllama",),
-    "its layers have keys of different shapes": ("gemma4_unified_text",),
     "some of its layers keep another state than keys and values": (
         "hrm_text",
         "lfm2",
@@ -336,18 +338,33 @@ before anything is loaded. `make test-models` compares this with what loading fi
 
 UNSERVABLE_MEDIA: dict[str, tuple[str, ...]] = {
     "it adds random noise to sounds: no two answers would agree": ("vibevoice_asr",),
-    "it applies one LoRA adapter to prompts with pictures and another to those with sounds": (
+    "it applies one LoRA adapter to prompts with pictures, another to those with sounds": (
         "phi4_multimodal",
     ),
-    "layers of its decoder keep another state than keys and values": (
-        "nemo_speechlm",
-        "nemotron_h_omni",
+    "it is an encoder-decoder": (
+        "florence2",
+        "pix2struct",
+        "pp_formulanet",
+        "t5gemma2",
+        "udop",
+        "vision-encoder-decoder",
     ),
-    "layers of its decoder choose the keys that they attend to by an index of their own": (
-        "dots3_note",
+    "its decoder cross-attends to what it is shown": ("evolla", "idefics", "mllama"),
+    "its encoder reads the prompt as well": ("instructblip", "instructblipvideo"),
+    "its pictures have no token of their own": ("blip", "blip-2", "kosmos-2", "kosmos-2.5"),
+    "its processor adds tokens at the beginning or end of a prompt": (
+        "chameleon",
+        "emu3",
+        "fuyu",
+        "molmo2",
     ),
+    "its decoder selects keys by an index": ("dots3_note", "glm5_next", "mistral_large4"),
+    "it generates by diffusion": ("diffusion_gemma",),
+    "it gives actions, not text": ("pi0",),
+    "the whole prompt, text as well, attends in both directions": ("git", "paligemma"),
 }
-"""Why → types of models that hear which are refused before anything is loaded."""
+"""Why → types of transformers that see or hear and are not served, refused before anything is
+loaded. Types whose text model is in `UNSERVABLE` are refused with that reason."""
 
 MEDIA_CONFIG = re.compile(
     r"(vision|visual|vit|vq|image|video|audio|speech|sound|acoustic|codec|encoder|qformer|perceiver"
@@ -386,8 +403,8 @@ def general_modalities(config: Mapping[str, object]) -> tuple[Modality, ...]:
 
 
 def media_token(config: Mapping[str, object], modality: Modality) -> int:
-    """The id of the token whose positions take rows of an item; `EVERY_TOKEN` where the config names
-    tokens around those (Ovis 2) which take rows as well. Raises `KeyError` without any."""
+    """The id of the token whose positions take rows of an item; `EVERY_TOKEN` where the config
+    names tokens around those which take rows as well (Ovis 2). Raises `KeyError` without any."""
     if config.get("visual_indicator_token_ids"):
         return EVERY_TOKEN
     names = MEDIA_TOKENS["image" if modality == "video" else modality]
@@ -401,9 +418,7 @@ def has_axes(text_config: Mapping[str, object]) -> bool:
     """Whether positions have several axes: in every layer, or in those of a kind."""
     rope = text_config.get("rope_parameters") or text_config.get("rope_scaling")
     kinds = rope.values() if isinstance(rope, Mapping) else ()
-    return any(
-        isinstance(part, Mapping) and "mrope_section" in part for part in (rope, *kinds)
-    )
+    return any(isinstance(part, Mapping) and "mrope_section" in part for part in (rope, *kinds))
 
 
 def takes_media(config: Mapping[str, object]) -> bool:
@@ -420,8 +435,10 @@ def check_served(config: Mapping[str, object]) -> None:
     tables: tuple[Collection[str], ...] = (SUPPORTED, GENERAL_TEXT, GENERAL_MEDIA, EMBEDDERS)
     if any(model_type in table for table in tables):
         return
-    for reason, types in (*UNSERVABLE.items(), *UNSERVABLE_MEDIA.items()):
-        if model_type in types:
+    text = config.get("text_config")
+    text_type = text.get("model_type") if isinstance(text, Mapping) else None
+    for reason, types in (*UNSERVABLE_MEDIA.items(), *UNSERVABLE.items()):
+        if model_type in types or text_type in types:
             raise unsupported(model_type, reason)
     if not model_type or config.get("is_encoder_decoder"):
         raise unsupported(model_type)

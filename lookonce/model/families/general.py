@@ -108,12 +108,12 @@ class GeneralTextFamily(ModelFamily):
         return weight
 
     def step_arguments(self, token_ids: Tensor, at: Tensor | None) -> dict[str, Any]:
-        """Embeddings that each layer has of its own, where the decoder has them (Gemma 3n and 4)."""
+        """Embeddings that each layer has of its own, if the decoder has them (Gemma 3n and 4)."""
         if not getattr(self.text_config, "hidden_size_per_layer_input", None):
             return {}
         if at is not None:
             token_ids = token_ids.index_fill(0, at, int(self.text_config.pad_token_id))
-        inputs = self.decoder.get_per_layer_inputs(token_ids[None], None)
+        inputs = self.decoder.get_per_layer_inputs(token_ids[None])
         return {"per_layer_inputs": inputs}
 
     def unservable(self, reason: str) -> ModelLoadError:
@@ -148,9 +148,7 @@ class GeneralTextFamily(ModelFamily):
         if sorted(recorder.calls.elements()) != list(range(len(layers))):
             raise self.unservable("its attention layers are not called once each")
         most = max(layer.num_kv_heads for layer in layers.values())
-        if any(
-            most % layer.num_kv_heads or layer.num_heads % most for layer in layers.values()
-        ):
+        if any(most % layer.num_kv_heads or layer.num_heads % most for layer in layers.values()):
             raise self.unservable("its layers have numbers of heads that do not divide each other")
         return [layers[index] for index in range(len(layers))]
 
@@ -194,6 +192,7 @@ class GeneralMediaFamily(GeneralTextFamily):
 
     def __init__(self, model: Model) -> None:
         self._largest_unsplittable = 0
+        self._in_windows = False
         self.merges = False
         """Whether rows are taken from the decoder's inputs."""
         self._deeper = DeeperRows()
@@ -226,6 +225,7 @@ class GeneralMediaFamily(GeneralTextFamily):
         `in_windows`: they do so in layers with a sliding window alone (Gemma 4). The default is
         that none does."""
         self.unsplittable, self._largest_unsplittable = modalities, num_tokens
+        self._in_windows = in_windows
         for module in self.decoder.modules():
             if (layer := getattr(module, "layer_idx", None)) is not None:
                 unlimited = self._attention[layer].call.sliding_window is None
@@ -255,7 +255,9 @@ class GeneralMediaFamily(GeneralTextFamily):
                 if name in taken and name.endswith(TOKEN_TYPES):
                     types = np.frombuffer(array.data, array.dtype).tolist()
                     known = self._token_types.setdefault(name, {})
-                    known |= {t: kind for t, kind in zip(example.token_ids, types, strict=True) if kind}
+                    known |= {
+                        t: kind for t, kind in zip(example.token_ids, types, strict=True) if kind
+                    }
 
     def step_arguments(self, token_ids: Tensor, at: Tensor | None) -> dict[str, Any]:
         arguments = super().step_arguments(token_ids, at)
@@ -270,7 +272,7 @@ class GeneralMediaFamily(GeneralTextFamily):
 
     def encode(self, modality: Modality, items: Sequence[Tensors]) -> list[Tensor]:
         """Each item in a call of its own, which gets the arrays that it has parameters for."""
-        if modality in self.unsplittable:
+        if modality in self.unsplittable and not self._in_windows:
             for item in items:
                 self._check_window(modality, item)
         if self.merges:
@@ -301,7 +303,7 @@ class GeneralMediaFamily(GeneralTextFamily):
 
         def stop(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             given.update(kwargs)
-            raise _DecoderReached
+            raise _DecoderReachedError
 
         ids = item["input_ids"]
         hook = self.decoder.register_forward_pre_hook(stop, with_kwargs=True)
@@ -309,7 +311,7 @@ class GeneralMediaFamily(GeneralTextFamily):
             self.model.base_model.rope_deltas = None  # of the item before
         try:
             self.model(**item, attention_mask=torch.ones_like(ids), use_cache=False)
-        except _DecoderReached:
+        except _DecoderReachedError:
             pass
         finally:
             hook.remove()
@@ -333,7 +335,7 @@ class GeneralMediaFamily(GeneralTextFamily):
         raise self.unservable(f"it has no {name}")
 
 
-class _DecoderReached(Exception):
+class _DecoderReachedError(Exception):
     """Raised where the decoder of a model would run."""
 
 
@@ -355,7 +357,9 @@ class DeeperRows:
         features = given.get(name) or []
         self._name, self.count = name, len(features)
         self._keys = list(features) if isinstance(features, dict) else None
-        masks = [name for name, value in given.items() if getattr(value, "dtype", None) is torch.bool]
+        masks = [
+            name for name, value in given.items() if getattr(value, "dtype", None) is torch.bool
+        ]
         if features and len(masks) != 1:
             raise ValueError("its decoder gets features for later layers without their positions")
         if features:

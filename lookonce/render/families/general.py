@@ -42,7 +42,13 @@ from lookonce.types.media import (
     Modality,
     ProcessedItem,
 )
-from lookonce.types.model import MEDIA_TOKENS, ONE_IN_A_PROMPT, general_modalities, has_axes, media_token
+from lookonce.types.model import (
+    MEDIA_TOKENS,
+    ONE_IN_A_PROMPT,
+    general_modalities,
+    has_axes,
+    media_token,
+)
 
 TOKEN_TYPES = "token_type_ids"
 """How the names end of what a processor says of each token of the prompt."""

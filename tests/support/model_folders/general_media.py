@@ -778,13 +778,41 @@ def _gemma4_text(model_type: str, scale: Scale, ids: Mapping[str, int], **over: 
 
 
 def _gemma4(scale: Scale, ids: Mapping[str, int]) -> Json:
-    """The smaller sizes: embeddings of each layer's own, and layers that share keys and values."""
+    """The smaller sizes, which hear: embeddings of each layer's own, and layers that share keys and
+    values."""
     text = {
         "hidden_size_per_layer_input": 8,
         "vocab_size_per_layer_input": scale.vocab,
         "num_kv_shared_layers": 2,
     }
-    layers = ["sliding_attention", "full_attention"] * (scale.layers // 2)
+    sound = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "subsampling_conv_channels": [8, 4],
+        "output_proj_dims": 48,
+    }
+    return {**_gemma4_parts(scale, ids, text), "audio_config": sound}
+
+
+def _gemma4_large(scale: Scale, ids: Mapping[str, int]) -> Json:
+    """The larger sizes: experts, and pictures that attend to themselves in both directions in
+    layers with a window."""
+    text = {
+        "hidden_size_per_layer_input": 0,
+        "sliding_window": 96,
+        "use_bidirectional_attention": "vision",
+        "enable_moe_block": True,
+        "num_experts": 4,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 32,
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1,
+    }
+    return _gemma4_parts(scale, ids, text)
+
+
+def _gemma4_parts(scale: Scale, ids: Mapping[str, int], text: Json) -> Json:
     return {
         "vision_config": _vision(
             scale,
@@ -794,17 +822,8 @@ def _gemma4(scale: Scale, ids: Mapping[str, int]) -> Json:
             pooling_kernel_size=2,
             position_embedding_size=64,
         ),
-        "text_config": {
-            **_gemma4_text("gemma4_text", scale, ids, **text),
-            "layer_types": layers,
-        },
-        "audio_config": {
-            "hidden_size": 32,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "subsampling_conv_channels": [8, 4],
-            "output_proj_dims": 48,
-        },
+        "text_config": _gemma4_text("gemma4_text", scale, ids, **text),
+        "audio_config": None,
         "tie_word_embeddings": True,
         **_gemma4_tokens(ids),
     }
@@ -923,6 +942,30 @@ def _glm_kind(model_type: str, parts: Parts, name: str) -> FolderKind:
         specials=GLM_VISION,
         preprocessor=_grid_pixels(name),
         processor=name,
+    )
+
+
+def _gemma4_kind(parts: Parts) -> FolderKind:
+    return _kind(
+        "gemma4",
+        parts,
+        image="<|image|>",
+        audio="<|audio|>",
+        specials=("<|image>", "<image|>", "<|video|>", "<|audio>", "<audio|>"),
+        roles={
+            "image_token": "<|image|>",
+            "boi_token": "<|image>",
+            "eoi_token": "<image|>",
+            "audio_token": "<|audio|>",
+            "boa_token": "<|audio>",
+            "eoa_token": "<audio|>",
+        },
+        preprocessor={
+            **_pixels("Gemma4", patch_size=14, pooling_kernel_size=2, max_soft_tokens=70),
+            "feature_extractor_type": "Gemma4AudioFeatureExtractor",
+        },
+        processor="Gemma4",
+        image_seq_length=70,
     )
 
 
@@ -1283,27 +1326,7 @@ MEDIA_KINDS: dict[str, FolderKind] = {
         patch_size=32,
         vision_feature_select_strategy="full",
     ),
-    "gemma4": _kind(
-        "gemma4",
-        _gemma4,
-        image="<|image|>",
-        audio="<|audio|>",
-        specials=("<|image>", "<image|>", "<|video|>", "<|audio>", "<audio|>"),
-        roles={
-            "image_token": "<|image|>",
-            "boi_token": "<|image>",
-            "eoi_token": "<image|>",
-            "audio_token": "<|audio|>",
-            "boa_token": "<|audio>",
-            "eoa_token": "<audio|>",
-        },
-        preprocessor={
-            **_pixels("Gemma4", patch_size=14, pooling_kernel_size=2, max_soft_tokens=70),
-            "feature_extractor_type": "Gemma4AudioFeatureExtractor",
-        },
-        processor="Gemma4",
-        image_seq_length=70,
-    ),
+    "gemma4": _gemma4_kind(_gemma4),
     "gemma4_unified": _kind(
         "gemma4_unified",
         _gemma4_unified,
@@ -1458,3 +1481,5 @@ MEDIA_KINDS: dict[str, FolderKind] = {
     ),
 }
 """By `model_type`. Every size is tiny, and every picture takes several tiles."""
+VARIANTS: dict[str, FolderKind] = {"gemma4-large": _gemma4_kind(_gemma4_large)}
+"""Other sizes of these types, which differ in more than size."""

@@ -16,7 +16,7 @@ from lookonce.errors import ConfigError
 from tests.support.model_folders.audio import SOUND_KINDS
 from tests.support.model_folders.base import SCALES, FolderKind, Json
 from tests.support.model_folders.general import general_kind
-from tests.support.model_folders.general_media import MEDIA_KINDS
+from tests.support.model_folders.general_media import MEDIA_KINDS, VARIANTS
 from tests.support.model_folders.general_sound import SOUND_KINDS as MORE_SOUND_KINDS
 from tests.support.model_folders.qwen import QWEN_KINDS
 from tests.support.model_folders.text import TEXT_KINDS
@@ -71,7 +71,8 @@ def kind_named(kind: str) -> FolderKind:
     if kind.startswith(GENERAL_TEXT):
         return general_kind(kind.removeprefix(GENERAL_TEXT))
     if kind.startswith(GENERAL_MEDIA):
-        return GENERAL_MEDIA_KINDS[kind.removeprefix(GENERAL_MEDIA)]
+        known = {**GENERAL_MEDIA_KINDS, **VARIANTS}
+        return known[kind.removeprefix(GENERAL_MEDIA)]
     return KINDS[kind]
 
 

@@ -41,9 +41,9 @@ PROCESSORS = {
 }
 """`model_type` → the processor class. Voxtral's needs mistral_common and its own tokenizer."""
 FLAT = ("got_ocr2",)
-"""Types whose processor takes no list of pictures for each prompt, as `apply_chat_template` does."""
+"""Types whose processor takes no list of pictures for each prompt: `apply_chat_template` fails."""
 ASKED_FOR_KINDS = ("cosmos3_edge",)
-"""Types whose model needs to know which tokens are of pictures, but whose processor has to be asked."""
+"""Types whose model needs to know which tokens are of pictures; the processor says it if asked."""
 WITHOUT_VIDEO = ("smolvlm", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 
 
