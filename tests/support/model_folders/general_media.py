@@ -789,7 +789,7 @@ def _gemma4(scale: Scale, ids: Mapping[str, int]) -> Json:
         "hidden_size": 32,
         "num_hidden_layers": 2,
         "num_attention_heads": 2,
-        "subsampling_conv_channels": [8, 4],
+        "subsampling_conv_channels": [128, 4],
         "output_proj_dims": 48,
     }
     return {**_gemma4_parts(scale, ids, text), "audio_config": sound}
