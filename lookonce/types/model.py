@@ -81,6 +81,8 @@ SUPPORTED: dict[str, tuple[Modality, ...]] = {
     "qwen2_vl": ("image", "video"),
     "qwen3": (),
     "qwen3_moe": (),
+    "qwen3_omni_moe": ("image", "audio", "video"),
+    "qwen3_omni_moe_thinker": ("image", "audio", "video"),
     "qwen3_vl": ("image", "video"),
     "qwen3_vl_moe": ("image", "video"),
     "smolvlm": ("image",),
@@ -204,7 +206,8 @@ GENERAL_MEDIA: dict[str, tuple[Modality, ...]] = {
     "ernie4_5_vl_moe": ("image",),
     "exaone4_5": ("image",),
     "fast_vlm": ("image",),
-    "gemma4": ("image",),
+    "fun_asr_nano": ("audio",),
+    "gemma4": ("image", "audio"),
     "gemma4_unified": ("image",),
     "glm46v": ("image",),
     "glm4v": ("image",),
@@ -215,6 +218,8 @@ GENERAL_MEDIA: dict[str, tuple[Modality, ...]] = {
     "got_ocr2": ("image",),
     "granite4_vision": ("image",),
     "granite_docling": ("image",),
+    "granite_speech": ("audio",),
+    "granite_speech_plus": ("audio",),
     "hyperclovax_vision_v2": ("image",),
     "idefics2": ("image",),
     "internvl": ("image", "video"),
@@ -227,6 +232,7 @@ GENERAL_MEDIA: dict[str, tuple[Modality, ...]] = {
     "llava_onevision": ("image",),
     "minimax_m3_vl": ("image",),
     "moss_transcribe_diarize": ("audio",),
+    "musicflamingo": ("audio",),
     "muse_glimmer": ("image",),
     "ovis2": ("image",),
     "paddleocr_vl": ("image",),
@@ -243,9 +249,11 @@ GENERAL_MEDIA: dict[str, tuple[Modality, ...]] = {
 
 ONE_IN_A_PROMPT: tuple[str, ...] = (
     "audioflamingo3",
+    "fun_asr_nano",
     "glmasr",
     "idefics2",
     "llava_onevision",
+    "musicflamingo",
     "perception_lm",
     "qwen3_asr",
 )
@@ -347,13 +355,21 @@ UNSERVABLE_MEDIA: dict[str, tuple[str, ...]] = {
         "fuyu",
         "molmo2",
     ),
+    "it adds random noise to sounds: no two answers would agree": ("vibevoice_asr",),
+    "it applies one LoRA adapter to prompts with pictures and another to those with sounds": (
+        "phi4_multimodal",
+    ),
+    "layers of its decoder keep another state than keys and values": (
+        "nemo_speechlm",
+        "nemotron_h_omni",
+    ),
     "its decoder selects keys by an index": ("dots3_note", "glm5_next", "mistral_large4"),
     "it generates by diffusion": ("diffusion_gemma",),
     "it gives actions, not text": ("pi0",),
     "the whole prompt, text as well, attends in both directions": ("git", "paligemma"),
 }
-"""Why → types of transformers that see and are not served, refused before anything is loaded. Types
-whose text model is in `UNSERVABLE` are refused with that reason."""
+"""Why → types of transformers that see or hear and are not served, refused before anything is
+loaded. Types whose text model is in `UNSERVABLE` are refused with that reason."""
 
 MEDIA_CONFIG = re.compile(
     r"(vision|visual|vit|vq|image|video|audio|speech|sound|acoustic|codec|encoder|qformer|perceiver"

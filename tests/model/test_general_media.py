@@ -13,7 +13,7 @@ import msgspec
 import pytest
 import torch
 from torch import nn
-from transformers.utils import is_timm_available, is_torchvision_available
+from transformers.utils import is_timm_available, is_torchaudio_available, is_torchvision_available
 
 from lookonce.config import ModelConfig
 from lookonce.errors import BadRequestError, ModelLoadError
@@ -41,7 +41,8 @@ from tests.support.model.serving import (
     load_general,
     serve,
 )
-from tests.support.model_folders.general_media import MEDIA_KINDS, VARIANTS
+from tests.support.model_folders.general_media import VARIANTS
+from tests.support.model_folders.make import GENERAL_MEDIA_KINDS
 
 SAMPLE = (
     "internvl",  # tiles, with text tokens around each picture's
@@ -52,7 +53,6 @@ REFUSED = {
     "emu3": "gives neighbouring items other tokens",  # it begins each prompt with a token
     "hunyuan_vl": "must be formatted as",  # its processor takes a placeholder between two tokens
     "pp_chart2table": "has places for",  # its template writes the tokens of a picture
-    "musicflamingo": "takes no prompt with several items",
 }
 NEED_TIMM = ("fast_vlm", "perception_lm")
 NEED_TORCHVISION = (
@@ -61,6 +61,7 @@ NEED_TORCHVISION = (
 )
 NEW = ("glmga", "cosmos3_edge", "cosmos3_omni", "cohere_compass", "got_ocr2")
 """Types that are served with nothing of ours but their name in `GENERAL_MEDIA`."""
+NEED_TORCHAUDIO = ("fun_asr_nano", "granite_speech", "granite_speech_plus")
 ALL = bool(os.environ.get("ALL_MODELS"))
 BLOCK = 4
 
@@ -71,11 +72,13 @@ def subject(request, subjects) -> Subject:
         pytest.skip("its processor needs torchvision")
     if request.param in NEED_TIMM and not is_timm_available():
         pytest.skip("its encoder needs timm")
+    if request.param in NEED_TORCHAUDIO and not is_torchaudio_available():
+        pytest.skip("its processor needs torchaudio")
     return subjects(f"media:{request.param}")
 
 
 def test_every_listed_type_has_a_random_folder():
-    assert set(MEDIA_KINDS) == {*GENERAL_MEDIA, *REFUSED}
+    assert set(GENERAL_MEDIA_KINDS) == {*GENERAL_MEDIA, *REFUSED}
 
 
 @pytest.mark.parametrize("model_type", REFUSED if ALL else ("emu3", "musicflamingo"))

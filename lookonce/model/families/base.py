@@ -39,6 +39,9 @@ class ModelFamily:
     unsplittable: tuple[Modality, ...] = ()
     """Modalities whose items attend to themselves in both directions."""
     position_axes: PositionAxes = 1
+    text_after_film_time: ClassVar[bool] = False
+    """Whether the positions of text after a film go on after its last time; else they do after the
+    height and width of its frames alone."""
     encoder_decoder: ClassVar[bool] = False
     """Items are no part of the prompt: every position cross-attends to them."""
     encoder_only: ClassVar[bool] = False

@@ -83,6 +83,7 @@ class GeneralProcessing(ProcessorFamily):
 
     arithmetic = 2
     needs_torch = True
+    takes_arrays = False
 
     def __init__(self, files: ProcessorFiles, dtype: str) -> None:
         super().__init__(files, dtype)

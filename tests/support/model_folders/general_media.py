@@ -784,7 +784,14 @@ def _gemma4(scale: Scale, ids: Mapping[str, int]) -> Json:
         "vocab_size_per_layer_input": scale.vocab,
         "num_kv_shared_layers": 2,
     }
-    return _gemma4_parts(scale, ids, text)
+    audio = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "subsampling_conv_channels": [128, 4],
+        "output_proj_dims": 48,
+    }
+    return _gemma4_parts(scale, ids, text, audio)
 
 
 def _gemma4_large(scale: Scale, ids: Mapping[str, int]) -> Json:
@@ -804,7 +811,9 @@ def _gemma4_large(scale: Scale, ids: Mapping[str, int]) -> Json:
     return _gemma4_parts(scale, ids, text)
 
 
-def _gemma4_parts(scale: Scale, ids: Mapping[str, int], text: Json) -> Json:
+def _gemma4_parts(
+    scale: Scale, ids: Mapping[str, int], text: Json, audio: Json | None = None
+) -> Json:
     return {
         "vision_config": _vision(
             scale,
@@ -815,7 +824,7 @@ def _gemma4_parts(scale: Scale, ids: Mapping[str, int], text: Json) -> Json:
             position_embedding_size=64,
         ),
         "text_config": _gemma4_text("gemma4_text", scale, ids, **text),
-        "audio_config": None,
+        "audio_config": audio,
         "tie_word_embeddings": True,
         **_gemma4_tokens(ids),
     }
@@ -942,7 +951,8 @@ def _gemma4_kind(parts: Parts) -> FolderKind:
         "gemma4",
         parts,
         image="<|image|>",
-        specials=(*("<|image>", "<image|>", "<|video|>", "<|audio|>", "<|audio>", "<audio|>"),),
+        audio="<|audio|>",
+        specials=(*("<|image>", "<image|>", "<|video|>", "<|audio>", "<audio|>"),),
         roles={
             "image_token": "<|image|>",
             "boi_token": "<|image>",
