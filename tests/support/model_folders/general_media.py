@@ -1276,7 +1276,7 @@ MEDIA_KINDS: dict[str, FolderKind] = {
         "kimi_k25",
         _kimi_k25,
         image="<|media_pad|>",
-        specials=("<|video_pad|>",),
+        specials=("<|media_begin|>", "<|video_pad|>"),
         preprocessor=_pixels(
             "Kimi_K25", size={"max_height": 16, "max_width": 16}, max_patches=64, patch_size=14
         ),
@@ -1286,7 +1286,7 @@ MEDIA_KINDS: dict[str, FolderKind] = {
         "muse_glimmer",
         _muse_glimmer,
         image="<|patch|>",
-        specials=("<|image_start|>", "<|image_end|>", "<|video|>"),
+        specials=("<|video|>", "<|image_start|>", "<|image_end|>"),
         preprocessor=_pixels("MuseGlimmer", max_image_tokens=16),
         processor="MuseGlimmer",
     ),
