@@ -337,6 +337,10 @@ UNSERVABLE: dict[str, tuple[str, ...]] = {
 before anything is loaded. `make test-models` compares this with what loading finds."""
 
 UNSERVABLE_MEDIA: dict[str, tuple[str, ...]] = {
+    "it adds random noise to sounds: no two answers would agree": ("vibevoice_asr",),
+    "it applies one LoRA adapter to prompts with pictures, another to those with sounds": (
+        "phi4_multimodal",
+    ),
     "it is an encoder-decoder": (
         "florence2",
         "pix2struct",
@@ -354,14 +358,6 @@ UNSERVABLE_MEDIA: dict[str, tuple[str, ...]] = {
         "emu3",
         "fuyu",
         "molmo2",
-    ),
-    "it adds random noise to sounds: no two answers would agree": ("vibevoice_asr",),
-    "it applies one LoRA adapter to prompts with pictures and another to those with sounds": (
-        "phi4_multimodal",
-    ),
-    "layers of its decoder keep another state than keys and values": (
-        "nemo_speechlm",
-        "nemotron_h_omni",
     ),
     "its decoder selects keys by an index": ("dots3_note", "glm5_next", "mistral_large4"),
     "it generates by diffusion": ("diffusion_gemma",),

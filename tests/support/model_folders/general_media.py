@@ -778,7 +778,8 @@ def _gemma4_text(model_type: str, scale: Scale, ids: Mapping[str, int], **over: 
 
 
 def _gemma4(scale: Scale, ids: Mapping[str, int]) -> Json:
-    """The smaller sizes: embeddings of each layer's own, and layers that share keys and values."""
+    """The smaller sizes, which hear: embeddings of each layer's own, and layers that share keys and
+    values."""
     text = {
         "hidden_size_per_layer_input": 8,
         "vocab_size_per_layer_input": scale.vocab,
@@ -952,7 +953,7 @@ def _gemma4_kind(parts: Parts) -> FolderKind:
         parts,
         image="<|image|>",
         audio="<|audio|>",
-        specials=(*("<|image>", "<image|>", "<|video|>", "<|audio>", "<audio|>"),),
+        specials=("<|image>", "<image|>", "<|video|>", "<|audio>", "<audio|>"),
         roles={
             "image_token": "<|image|>",
             "boi_token": "<|image>",

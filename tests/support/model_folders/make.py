@@ -71,7 +71,8 @@ def kind_named(kind: str) -> FolderKind:
     if kind.startswith(GENERAL_TEXT):
         return general_kind(kind.removeprefix(GENERAL_TEXT))
     if kind.startswith(GENERAL_MEDIA):
-        return {**GENERAL_MEDIA_KINDS, **VARIANTS}[kind.removeprefix(GENERAL_MEDIA)]
+        known = {**GENERAL_MEDIA_KINDS, **VARIANTS}
+        return known[kind.removeprefix(GENERAL_MEDIA)]
     return KINDS[kind]
 
 
