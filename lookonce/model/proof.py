@@ -117,9 +117,13 @@ def prove_media(
     try:
         family.merges = False
         return _prove_examples(family, examples, dtype, device)
-    except ModelLoadError:
+    except ModelLoadError as error:
+        refused = error
+    try:
         family.merges = True
         return _prove_examples(family, examples, dtype, device)
+    except ModelLoadError:
+        raise refused from None
 
 
 def _prove_examples(

@@ -353,8 +353,9 @@ UNSERVABLE_MEDIA: dict[str, tuple[str, ...]] = {
     ),
     "its decoder cross-attends to what it is shown": ("evolla", "idefics", "mllama"),
     "its encoder reads the prompt as well": ("instructblip", "instructblipvideo"),
-    "its pictures have no token of their own": ("blip", "blip-2", "kosmos-2", "kosmos-2.5"),
+    "its pictures have no token of their own": ("blip", "kosmos-2", "kosmos-2.5"),
     "its processor adds tokens at the beginning or end of a prompt": (
+        "blip-2",
         "chameleon",
         "emu3",
         "fuyu",

@@ -196,6 +196,7 @@ class GeneralMediaFamily(GeneralTextFamily):
         self.merges = False
         """Whether rows are taken from the decoder's inputs."""
         self._deeper = DeeperRows()
+        self._media_tokens: dict[Modality, int] = {}
         self._token_types: dict[str, dict[int, int]] = {}
         text = model.config.get_text_config(decoder=True)
         self.position_axes = 3 if has_axes(text.to_dict()) else 1
@@ -266,7 +267,7 @@ class GeneralMediaFamily(GeneralTextFamily):
             for token, kind in known.items():
                 types[token_ids == token] = kind
             if at is not None:
-                types[at] = known.get(media_token(self.config.to_dict(), self.modalities[0]), 0)
+                types[at] = known.get(self._media_token(self.modalities[0]), 0)
             arguments[name] = types[None]
         return arguments
 
@@ -317,7 +318,7 @@ class GeneralMediaFamily(GeneralTextFamily):
             hook.remove()
         if given.get("inputs_embeds") is None:
             raise ValueError("its decoder gets no embeddings")
-        token = media_token(self.config.to_dict(), modality)
+        token = self._media_token(modality)
         takes_row = torch.ones_like(ids[0], dtype=torch.bool) if token < 0 else ids[0] == token
         deeper = self._deeper.read(given)
         return torch.cat([given["inputs_embeds"][0][takes_row], *deeper], dim=-1)
@@ -326,6 +327,11 @@ class GeneralMediaFamily(GeneralTextFamily):
         first, *deeper = torch.split(rows, self.hidden_size, dim=-1)
         embeds.index_copy_(0, at, first)
         return self._deeper.arguments(len(embeds), at, deeper)
+
+    def _media_token(self, modality: Modality) -> int:
+        if modality not in self._media_tokens:
+            self._media_tokens[modality] = media_token(self.config.to_dict(), modality)
+        return self._media_tokens[modality]
 
     def _encoder(self, modality: Modality) -> Any:
         name = ENCODERS[modality]

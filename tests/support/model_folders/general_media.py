@@ -785,14 +785,14 @@ def _gemma4(scale: Scale, ids: Mapping[str, int]) -> Json:
         "vocab_size_per_layer_input": scale.vocab,
         "num_kv_shared_layers": 2,
     }
-    sound = {
+    audio = {
         "hidden_size": 32,
         "num_hidden_layers": 2,
         "num_attention_heads": 2,
         "subsampling_conv_channels": [128, 4],
         "output_proj_dims": 48,
     }
-    return {**_gemma4_parts(scale, ids, text), "audio_config": sound}
+    return _gemma4_parts(scale, ids, text, audio)
 
 
 def _gemma4_large(scale: Scale, ids: Mapping[str, int]) -> Json:
@@ -812,7 +812,9 @@ def _gemma4_large(scale: Scale, ids: Mapping[str, int]) -> Json:
     return _gemma4_parts(scale, ids, text)
 
 
-def _gemma4_parts(scale: Scale, ids: Mapping[str, int], text: Json) -> Json:
+def _gemma4_parts(
+    scale: Scale, ids: Mapping[str, int], text: Json, audio: Json | None = None
+) -> Json:
     return {
         "vision_config": _vision(
             scale,
@@ -823,7 +825,7 @@ def _gemma4_parts(scale: Scale, ids: Mapping[str, int], text: Json) -> Json:
             position_embedding_size=64,
         ),
         "text_config": _gemma4_text("gemma4_text", scale, ids, **text),
-        "audio_config": None,
+        "audio_config": audio,
         "tie_word_embeddings": True,
         **_gemma4_tokens(ids),
     }
@@ -1275,7 +1277,7 @@ MEDIA_KINDS: dict[str, FolderKind] = {
         "kimi_k25",
         _kimi_k25,
         image="<|media_pad|>",
-        specials=("<|video_pad|>",),
+        specials=("<|media_begin|>", "<|video_pad|>"),
         preprocessor=_pixels(
             "Kimi_K25", size={"max_height": 16, "max_width": 16}, max_patches=64, patch_size=14
         ),
@@ -1285,7 +1287,7 @@ MEDIA_KINDS: dict[str, FolderKind] = {
         "muse_glimmer",
         _muse_glimmer,
         image="<|patch|>",
-        specials=("<|image_start|>", "<|image_end|>", "<|video|>"),
+        specials=("<|video|>", "<|image_start|>", "<|image_end|>"),
         preprocessor=_pixels("MuseGlimmer", max_image_tokens=16),
         processor="MuseGlimmer",
     ),
