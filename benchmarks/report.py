@@ -12,9 +12,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 
 Cell = str | float | int | None
+WIDE = Console(width=240).options
+"""Lines longer than any table's."""
 
 
 @dataclass(slots=True)
@@ -33,15 +36,26 @@ class Report:
         self.rows.append(cells)
 
     def show(self) -> None:
-        table = Table(title=f"lookonce bench {self.name}", title_justify="left")
-        for column in self.columns:
-            table.add_column(column, justify="left" if column is self.columns[0] else "right")
-        for row in self.rows:
-            table.add_row(*map(_text, row))
         console = Console()
+        table = self._table()
+        if Measurement.get(console, WIDE, table).maximum > console.width:
+            table = self._table(stacked=True)
+            least = Measurement.get(console, WIDE, table).maximum
+            console.width = max(console.width, least)  # rather than cut a word or wrap a row
         console.print(table)
         for note in (*self.notes, machine()):
             console.print(note, style="dim")
+
+    def _table(self, *, stacked: bool = False) -> Table:
+        """`stacked`: each word of a column's name has a line of its own."""
+        table = Table(title=f"lookonce bench {self.name}", title_justify="left")
+        for column in self.columns:
+            first = column is self.columns[0]
+            named = column.replace(" ", "\n") if stacked and not first else column
+            table.add_column(named, justify="left" if first else "right")
+        for row in self.rows:
+            table.add_row(*map(_text, row))
+        return table
 
     def figures(self) -> dict[str, object]:
         rows = [dict(zip(self.columns, row, strict=True)) for row in self.rows]

@@ -195,6 +195,12 @@ class MediaConfig:
     processor_cache_type: ProcessorCacheType = DEFAULT_CACHE_TYPE
 
     @property
+    def items_per_prompt(self) -> dict[str, int]:
+        """Most items of each modality in a prompt: a film has one for its frames at most."""
+        films = self.limit_per_prompt.get("video", 0)
+        return {**self.limit_per_prompt, "video": films * self.max_video_frames}
+
+    @property
     def shared_cache_bytes(self) -> int:
         """`processor_cache_bytes` if its items lie in shared memory, else 0."""
         return self.processor_cache_bytes if self.processor_cache_type == "shm" else 0

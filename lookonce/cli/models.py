@@ -5,7 +5,14 @@ from __future__ import annotations
 import json
 from typing import NamedTuple
 
-from lookonce.types.model import EMBEDDERS, GENERAL_MEDIA, GENERAL_TEXT, SUPPORTED, UNSERVABLE
+from lookonce.types.model import (
+    EMBEDDERS,
+    GENERAL_MEDIA,
+    GENERAL_TEXT,
+    SUPPORTED,
+    UNSERVABLE,
+    UNSERVABLE_MEDIA,
+)
 
 OWN = "greedy answers, chunks, preemption, negative controls"
 OWN_MEDIA = "greedy answers, media, chunks, preemption, negative controls"
@@ -50,7 +57,7 @@ def print_models(*, as_json: bool) -> None:
         only = "embeddings only: " if row.gives == "embeddings" else ""
         print(f"{row.model_type:{width}}  {media:18}  {row.served_by:7}  {only}{row.proven}")
     print()
-    for reason, types in UNSERVABLE.items():
+    for reason, types in (*UNSERVABLE.items(), *UNSERVABLE_MEDIA.items()):
         print(f"not served, {reason}: {', '.join(types)}")
     print(
         f"\n{len(rows)} types are served. Other types of transformers are tried: loading compares "

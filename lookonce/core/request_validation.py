@@ -247,7 +247,7 @@ def _num_rows(item: ProcessedItem) -> int:
     expansion = item.expansion
     if len(expansion.runs) == 1:
         token, count = expansion.runs[0]
-        return count if token == expansion.embed_token_id else 0
+        return count if expansion.is_embed(token) else 0
     return expansion.num_embeds
 
 

@@ -60,14 +60,25 @@ class InputBatch:
         """Raises `KeyError` for a sequence that was not added."""
         return self._rows[seq_id]
 
-    def add(self, new: NewSequence, *, mrope: bool, encoder_decoder: bool = False) -> None:
+    def add(
+        self,
+        new: NewSequence,
+        *,
+        mrope: bool,
+        text_after_film_time: bool = False,
+        encoder_decoder: bool = False,
+    ) -> None:
         row = self._free.pop()
         self._rows[new.seq_id] = row
         self.tokens[row, : len(new.token_ids)] = new.token_ids
         self._num_blocks[row] = 0
         self.num_dropped[row] = 0
         self.input_keys[row] = new.features[0].key if encoder_decoder and new.features else None
-        self._positions[row] = MropePositions(new.features) if mrope else None
+        self._positions[row] = (
+            MropePositions(new.features, text_after_film_time=text_after_film_time)
+            if mrope
+            else None
+        )
         self._update_tail(row)
 
     def drop(self, change: DropTokens) -> int:
@@ -152,9 +163,16 @@ SPARE_ITEMS = 16
 class MropePositions:
     """Positions of one sequence on three axes; append-only, O(window + log items) per window."""
 
-    __slots__ = ("_deltas", "_ends", "_film", "_forgotten_end", "_grids", "_starts")
+    __slots__ = (
+        *("_after_time", "_deltas", "_ends", "_film", "_forgotten_end"),
+        *("_grids", "_starts"),
+    )
 
-    def __init__(self, features: Iterable[MediaFeature] = ()) -> None:
+    def __init__(
+        self, features: Iterable[MediaFeature] = (), *, text_after_film_time: bool = False
+    ) -> None:
+        """`text_after_film_time`: see `ModelFamily`."""
+        self._after_time = text_after_film_time
         self._starts: list[int] = []
         self._ends: list[int] = []
         self._grids: list[tuple[int, int, int]] = []
@@ -180,7 +198,8 @@ class MropePositions:
         self._starts.append(feature.offset)
         self._ends.append(feature.end)
         self._grids.append((time or 0, height, width))
-        self._deltas.append(base + max(height, width) - feature.end)
+        last = (time or 0) + 1 if self._after_time else 0
+        self._deltas.append(base + max(last, height, width) - feature.end)
         if time is not None:
             self._film = feature.end, base
 

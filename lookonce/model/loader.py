@@ -33,7 +33,7 @@ from lookonce.model.kv_pages import KVPages
 from lookonce.model.pooling import Head, make_head, pooling_info
 from lookonce.model.proof import prove, prove_media
 from lookonce.types.media import MediaExample
-from lookonce.types.model import SUPPORTED, ModelInfo
+from lookonce.types.model import SUPPORTED, ModelInfo, takes_media
 from lookonce.types.pooling import PoolingFiles, read_pooling
 
 Progress = Callable[[int, int], None]
@@ -70,6 +70,7 @@ def load_model(
     `max_model_len`.
     """
     raw_config = _read_config(config)
+    _refuse_adapters(config.folder, raw_config)
     pooling = read_pooling(config.folder, raw_config, config.pooling)
     family_class = family_for(raw_config)
     dtype, device = DTYPES[config.dtype], torch.device(config.device)
@@ -119,6 +120,21 @@ def _read_config(config: ModelConfig) -> Json:
     return dict(raw)
 
 
+def _refuse_adapters(folder: str, raw_config: Json) -> None:
+    """Raises `ModelLoadError` for a model with media that is published with LoRA adapters: without
+    them its answers about media would be others."""
+    if not takes_media(raw_config):
+        return
+    found = [path.parent.name for path in Path(folder).glob(f"*/{ADAPTER}")]
+    if found or raw_config.get("has_lora_adapter") or (Path(folder) / ADAPTER).is_file():
+        where = f" in {', '.join(sorted(found))}" if found else ""
+        raise ModelLoadError(
+            f"the model has LoRA adapters for its media{where}, which are not served; merge them "
+            "into its weights"
+        )
+
+
+ADAPTER = "adapter_config.json"
 DEQUANTIZED = {"fp8": "FineGrainedFP8Config", "mxfp4": "Mxfp4Config"}
 """`quant_method` of a config → the class in transformers that dequantizes it on loading."""
 NEED_ACCELERATE = ("fp8",)

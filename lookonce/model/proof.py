@@ -9,6 +9,7 @@ compared on prompts with random pictures or sounds.
 from __future__ import annotations
 
 import inspect
+import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lookonce.errors import ModelLoadError
 from lookonce.model.attention.hf_attention import ATTENTION_NAME, set_text_attention
 from lookonce.model.attention.reference import ReferenceBackend
 from lookonce.model.encoder_runner import item_tensors, to_tensor
@@ -78,11 +80,15 @@ def prove(family: GeneralTextFamily, dtype: torch.dtype, device: torch.device) -
     Raises `ModelLoadError` where that is exceeded, or where either way cannot be run.
     """
     prompts = [_prompt(family, length, seed) for seed, length in enumerate(LENGTHS)]
-    with _short_windows(family):
+    with _short_windows(family, SHORT_WINDOW):
         theirs = torch.cat(_transformers_logits(family, prompts, device))
         ours = torch.cat(_our_logits(family, prompts, CUTS, dtype, device))
     family.logit_scale = _scale(family, ours, theirs)
-    found = _error(ours * family.logit_scale, theirs)
+    if (cap := family.final_softcap) is None:
+        ours = ours * family.logit_scale
+    elif family.logit_scale != 1.0:
+        ours = cap * torch.tanh(_before_softcap(ours, cap) * family.logit_scale / cap)
+    found = _error(ours, theirs)
     if not found <= LARGEST_ERROR[dtype]:
         raise family.unservable(
             f"computed in chunks, its logits differ from transformers' by {found:.2g} of their "
@@ -100,16 +106,40 @@ def prove_media(
 ) -> float:
     """Compare prompts with media, after `prove`; sets what of `family` depends on them.
 
-    Each item is encoded alone. Prompts are cut inside their items, and not; if either way differs
-    from transformers, items are taken to attend to themselves in both directions, and are not cut.
-    Raises `ModelLoadError` as `prove` does.
+    Each item is encoded alone, by the model's `get_..._features`; where that differs from
+    transformers, by its forward up to its decoder (`GeneralMediaFamily.merges`). Raises
+    `ModelLoadError` as `prove` does, if both differ.
     """
     if not examples:
         raise family.unservable("there are no prompts with media to compare it on")
     family.modalities = _modalities(examples)
+    family.learn_token_types(examples)
+    try:
+        family.merges = False
+        return _prove_examples(family, examples, dtype, device)
+    except ModelLoadError as error:
+        refused = error
+    try:
+        family.merges = True
+        return _prove_examples(family, examples, dtype, device)
+    except ModelLoadError:
+        raise refused from None
+
+
+def _prove_examples(
+    family: GeneralMediaFamily,
+    examples: Sequence[MediaExample],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> float:
+    """Compare with one way of encoding.
+
+    Prompts are cut inside their items, and not; if either way differs from transformers, items are
+    taken to attend to themselves in both directions, and are not cut.
+    """
     family.attend_both_ways((), 0)
     prompts = [_media_prompt(family, example, dtype, device) for example in examples]
-    with _short_windows(family):
+    with _short_windows(family, SHORT_WINDOW):
         theirs = _transformers_logits(family, prompts, device)
         cut = [_cuts_inside(prompt) for prompt in prompts]
         whole = [(0, len(prompt.token_ids)) for prompt in prompts]
@@ -117,17 +147,38 @@ def prove_media(
             _largest_error(_our_logits(family, prompts, cuts, dtype, device), theirs)
             for cuts in (cut, whole)
         )
-        if not found <= LARGEST_ERROR[dtype] and (length := _same_length(prompts)):
-            family.attend_both_ways(family.modalities, length)
-            cuts = [_cuts_outside(prompt) for prompt in prompts]
-            both = _largest_error(_our_logits(family, prompts, cuts, dtype, device), theirs)
-            if both <= LARGEST_ERROR[dtype]:
-                return both
+    if not found <= LARGEST_ERROR[dtype]:
+        both = _error_both_ways(family, prompts, dtype, device)
+        if both <= LARGEST_ERROR[dtype]:
+            return both
     if not found <= LARGEST_ERROR[dtype]:
         raise family.unservable(
             f"with {' and '.join(family.modalities)}, its logits differ from transformers' by "
             f"{found:.2g} of their spread"
         )
+    return found
+
+
+def _error_both_ways(
+    family: GeneralMediaFamily,
+    prompts: Sequence[ProofPrompt],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> float:
+    """The error with items that attend to themselves in both directions; `family` is left so.
+
+    Windows have room for an item, as in published models: beyond a window, types differ.
+    """
+    longest = max(feature.length for prompt in prompts for feature in prompt.features)
+    cuts = [_cuts_outside(prompt) for prompt in prompts]
+    found = math.inf
+    with _short_windows(family, max(longest, SHORT_WINDOW)):
+        theirs = _transformers_logits(family, prompts, device)
+        for in_windows in (False, True) if family.has_windows else (False,):
+            family.attend_both_ways(family.modalities, longest, in_windows=in_windows)
+            found = _largest_error(_our_logits(family, prompts, cuts, dtype, device), theirs)
+            if found <= LARGEST_ERROR[dtype]:
+                break
     return found
 
 
@@ -187,12 +238,6 @@ def _cuts_outside(prompt: ProofPrompt) -> tuple[int, ...]:
     """Ends of chunks: before the first item, after it, after the last one, and at the end."""
     length, first, last = len(prompt.token_ids), prompt.features[0], prompt.features[-1]
     return (0, first.offset, first.end, last.end, length - 1, length)
-
-
-def _same_length(prompts: Sequence[ProofPrompt]) -> int:
-    """Tokens of every item; 0 if they differ."""
-    lengths = {feature.length for prompt in prompts for feature in prompt.features}
-    return lengths.pop() if len(lengths) == 1 else 0
 
 
 def _transformers_logits(
@@ -363,16 +408,20 @@ def largest(errors: Iterable[float]) -> float:
 def _scale(family: GeneralTextFamily, ours: Tensor, theirs: Tensor) -> float:
     """The factor that transformers applies to what the output head gives.
 
-    It is found by least squares; a number of the config (or its inverse) that is as large within
-    rounding is taken instead. 1 for families with a softcap, which bends the logits.
+    It is found by least squares, of what a softcap was given where there is one; a number of the
+    config (or its inverse) that is as large within rounding is taken instead.
     """
-    if family.final_softcap is not None:
-        return 1.0
+    if (cap := family.final_softcap) is not None:
+        ours, theirs = (_before_softcap(logits, cap) for logits in (ours, theirs))
     found = float((ours * theirs).sum() / (ours * ours).sum().clamp_min(1e-30))
     stated = [v for v in vars(family.text_config).values() if isinstance(v, int | float) and v]
     known = [1.0, *map(float, stated), *(1 / value for value in stated)]
     nearest = min(known, key=lambda value: abs(value - found))
     return nearest if abs(nearest - found) <= SAME_SCALE * abs(found) else found
+
+
+def _before_softcap(logits: Tensor, cap: float) -> Tensor:
+    return cap * torch.atanh((logits / cap).clamp(-0.999, 0.999))
 
 
 def _error(ours: Tensor, theirs: Tensor) -> float:
@@ -381,8 +430,8 @@ def _error(ours: Tensor, theirs: Tensor) -> float:
 
 
 @contextmanager
-def _short_windows(family: GeneralTextFamily) -> Iterator[None]:
-    """In this block every sliding window of the text model has `SHORT_WINDOW` tokens."""
+def _short_windows(family: GeneralTextFamily, length: int) -> Iterator[None]:
+    """In this block every sliding window of the text model has at most `length` tokens."""
     holders: dict[int, Any] = {id(module): module for module in family.decoder.modules()}
     configs = [getattr(module, "config", None) for module in family.decoder.modules()]
     holders |= {
@@ -392,10 +441,10 @@ def _short_windows(family: GeneralTextFamily) -> Iterator[None]:
         (holder, name, value)
         for holder in holders.values()
         for name, value in list(vars(holder).items())
-        if WINDOW_NAME.fullmatch(name) and type(value) is int and value > SHORT_WINDOW
+        if WINDOW_NAME.fullmatch(name) and type(value) is int and value > length
     ]
     for holder, name, _ in saved:
-        setattr(holder, name, SHORT_WINDOW)
+        setattr(holder, name, length)
     try:
         yield
     finally:

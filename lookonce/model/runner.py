@@ -137,6 +137,7 @@ class Runner:
         self._batch.add(
             new,
             mrope=self._family.position_axes > 1,
+            text_after_film_time=self._family.text_after_film_time,
             encoder_decoder=self._family.encoder_decoder,
         )
         self._prompt_logprobs.add(new)

@@ -119,12 +119,13 @@ class TextModel:
     ) -> tuple[Tensor | None, dict[str, Tensor]]:
         """Embeddings [T, H] with encoder rows in their places, and the decoder's extra arguments.
 
-        Without encoder rows both are empty, and the token ids are embedded later.
+        Without encoder rows there are no embeddings, and the token ids are embedded later.
         """
         if inputs.embed_at is None or rows is None:
-            return None, {}
+            return None, self._family.step_arguments(inputs.token_ids, None)
         embeds = self._family.embed_tokens(inputs.token_ids)
-        return embeds, self._family.place(embeds, inputs.embed_at, rows)
+        extras = self._family.place(embeds, inputs.embed_at, rows)
+        return embeds, extras | self._family.step_arguments(inputs.token_ids, inputs.embed_at)
 
     def _decode(
         self,

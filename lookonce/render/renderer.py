@@ -127,6 +127,7 @@ class Renderer:
             if family is None or resolver is None
             else ExternalItemResolver(family, resolver, own_slabs)
         )
+        self._max_film_items = (media or MediaConfig()).items_per_prompt["video"]
         self._films: Films | None = None
         if family is not None and resolver is not None and "video" in family.modalities:
             self._films = Films(family, resolver, media or MediaConfig())
@@ -231,6 +232,7 @@ class Renderer:
         ]
         items = await self._resolver.resolve(sources, scope, kwargs, tenant=tenant)
         try:
+            self._bind_films(films, scope)
             parts = self._parts(chat.sources, films, items, encoded.ids, positions)
             rendered = place_media(encoded.ids, parts, positions)
             self._check_length(rendered.num_tokens, "messages")
@@ -341,6 +343,11 @@ class Renderer:
                 options = self._family.item_options("video", kwargs)
                 opened[index] = await self._films.open(source, scope, options, tenant=tenant)
         return opened
+
+    def _bind_films(self, films: Mapping[int, OpenFilm], scope: bytes) -> None:
+        if self._films is not None:
+            for film in films.values():
+                self._films.bind(film, scope)
 
     def _check_films_fit(self, num_tokens: int, films: Mapping[int, OpenFilm]) -> None:
         """Refuse films that are too long for the context before any frame is decoded."""
@@ -555,6 +562,11 @@ class Renderer:
         return self._family is not None and self._family.item_alone
 
     @property
+    def takes_arrays(self) -> bool:
+        """Whether items may come processed."""
+        return self._family is not None and self._family.takes_arrays
+
+    @property
     def takes_messages(self) -> bool:
         """Whether the model has a chat template, or needs none."""
         whole = self._family is not None and self._family.whole_prompt is not None
@@ -660,6 +672,8 @@ class Renderer:
             raise BadRequestError("the model takes no media", param="features")
         for modality, count in Counter(each.modality for each in media).items():
             allowed = self._limits.get(modality, 0)
+            if modality == "video" and allowed:
+                allowed = self._max_film_items
             if modality not in self._encoder.placeholder_ids or count > allowed:
                 raise BadRequestError(
                     f"features: {count} items of type {modality}; at most {allowed} are allowed",

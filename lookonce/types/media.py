@@ -135,12 +135,17 @@ def _has_elements(view: memoryview, dtype: str) -> bool:
     return native and view.format.lstrip(OWN_ORDER) in NATIVE_FORMATS.get(dtype, "")
 
 
+EVERY_TOKEN = -1
+"""`Expansion.embed_token_id` of an item all of whose tokens take encoder rows."""
+
+
 class Expansion(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What one media item's placeholder becomes in the prompt, run-length encoded (~200 bytes).
 
     `runs` are `(token_id, count)` in order. Every position whose token is `embed_token_id`
-    takes one row of the item's encoder output. `grid` is `(t, h, w)` in merged patches for
-    families with multi-axis rope, else None: positions must be computable without the item.
+    takes one row of the item's encoder output; with `EVERY_TOKEN` all do. `grid` is `(t, h, w)` in
+    merged patches for families with multi-axis rope, else None: positions must be computable
+    without the item.
     """
 
     runs: tuple[tuple[int, int], ...]
@@ -155,7 +160,11 @@ class Expansion(msgspec.Struct, frozen=True, array_like=True, gc=False):
     @property
     def num_embeds(self) -> int:
         """Rows of encoder output the item has."""
-        return sum(count for token, count in self.runs if token == self.embed_token_id)
+        return sum(count for token, count in self.runs if self.is_embed(token))
+
+    def is_embed(self, token: int) -> bool:
+        """Whether positions of this token take rows."""
+        return self.embed_token_id in (token, EVERY_TOKEN)
 
     def token_ids(self) -> list[int]:
         ids: list[int] = []
@@ -165,9 +174,14 @@ class Expansion(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     def embed_ranges(self) -> tuple[tuple[int, int], ...]:
         """`(start, end)` of each stretch of embed positions, relative to the expansion's start."""
-        ranges, at = [], 0
+        ranges: list[tuple[int, int]] = []
+        at = 0
         for token, count in self.runs:
-            if token == self.embed_token_id:
+            if not self.is_embed(token):
+                pass
+            elif ranges and ranges[-1][1] == at:
+                ranges[-1] = (ranges[-1][0], at + count)
+            else:
                 ranges.append((at, at + count))
             at += count
         return tuple(ranges)

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 import msgspec
 
 from lookonce.errors import ModelLoadError
-from lookonce.types.media import Modality
+from lookonce.types.media import EVERY_TOKEN, Modality
 from lookonce.types.pooling import PoolingInfo
 
 
@@ -81,6 +81,8 @@ SUPPORTED: dict[str, tuple[Modality, ...]] = {
     "qwen2_vl": ("image", "video"),
     "qwen3": (),
     "qwen3_moe": (),
+    "qwen3_omni_moe": ("image", "audio", "video"),
+    "qwen3_omni_moe_thinker": ("image", "audio", "video"),
     "qwen3_vl": ("image", "video"),
     "qwen3_vl_moe": ("image", "video"),
     "smolvlm": ("image",),
@@ -132,6 +134,9 @@ GENERAL_TEXT: tuple[str, ...] = (
     "flex_olmo",
     "flint",
     "gemma",
+    "gemma3n_text",
+    "gemma4_text",
+    "gemma4_unified_text",
     "glm",
     "glm4",
     "glm4_moe",
@@ -188,29 +193,53 @@ GENERAL_TEXT: tuple[str, ...] = (
 `make test-models`. Other types of text-only models are tried: loading compares them, too."""
 
 GENERAL_MEDIA: dict[str, tuple[Modality, ...]] = {
+    "aria": ("image",),
     "audioflamingo3": ("audio",),
     "aya_vision": ("image",),
     "cohere2_vision": ("image",),
+    "cohere_compass": ("image",),
+    "cosmos3_edge": ("image",),
+    "cosmos3_omni": ("image",),
+    "deepseek_ocr2": ("image",),
     "deepseek_vl": ("image",),
+    "deepseek_vl_hybrid": ("image",),
+    "ernie4_5_vl_moe": ("image",),
     "exaone4_5": ("image",),
+    "fast_vlm": ("image",),
+    "fun_asr_nano": ("audio",),
+    "gemma4": ("image", "audio"),
+    "gemma4_unified": ("image",),
     "glm46v": ("image",),
     "glm4v": ("image",),
     "glm4v_moe": ("image",),
     "glm_ocr": ("image",),
     "glmasr": ("audio",),
+    "glmga": ("image",),
+    "got_ocr2": ("image",),
+    "granite4_vision": ("image",),
+    "granite_docling": ("image",),
+    "granite_speech": ("audio",),
+    "granite_speech_plus": ("audio",),
     "hyperclovax_vision_v2": ("image",),
     "idefics2": ("image",),
     "internvl": ("image", "video"),
     "janus": ("image",),
+    "kimi_k25": ("image",),
     "lighton_ocr": ("image",),
     "llama4": ("image",),
     "llava_next": ("image",),
     "llava_next_video": ("image",),
     "llava_onevision": ("image",),
+    "minimax_m3_vl": ("image",),
     "moss_transcribe_diarize": ("audio",),
+    "musicflamingo": ("audio",),
+    "muse_glimmer": ("image",),
+    "ovis2": ("image",),
     "paddleocr_vl": ("image",),
+    "perception_lm": ("image",),
     "qianfan_ocr": ("image",),
     "qwen3_asr": ("audio",),
+    "step3p7": ("image",),
     "video_llama_3": ("image",),
     "video_llava": ("image",),
     "vipllava": ("image",),
@@ -220,9 +249,14 @@ GENERAL_MEDIA: dict[str, tuple[Modality, ...]] = {
 
 ONE_IN_A_PROMPT: tuple[str, ...] = (
     "audioflamingo3",
+    "fun_asr_nano",
     "glmasr",
+    "granite_speech",
+    "granite_speech_plus",
     "idefics2",
     "llava_onevision",
+    "musicflamingo",
+    "perception_lm",
     "qwen3_asr",
 )
 """Types of `GENERAL_MEDIA` whose processor takes one item in a prompt, or treats several otherwise
@@ -288,7 +322,6 @@ UNSERVABLE: dict[str, tuple[str, ...]] = {
         "pegasus",
     ),
     "its attention layers are not called once each": ("diffllama",),
-    "its layers have keys of different shapes": ("gemma4_unified_text",),
     "some of its layers keep another state than keys and values": (
         "hrm_text",
         "lfm2",
@@ -305,8 +338,39 @@ UNSERVABLE: dict[str, tuple[str, ...]] = {
 """Why → types of text-only models of transformers that loading would refuse. They are refused
 before anything is loaded. `make test-models` compares this with what loading finds."""
 
+UNSERVABLE_MEDIA: dict[str, tuple[str, ...]] = {
+    "it adds random noise to sounds: no two answers would agree": ("vibevoice_asr",),
+    "it applies one LoRA adapter to prompts with pictures, another to those with sounds": (
+        "phi4_multimodal",
+    ),
+    "it is an encoder-decoder": (
+        "florence2",
+        "pix2struct",
+        "pp_formulanet",
+        "t5gemma2",
+        "udop",
+        "vision-encoder-decoder",
+    ),
+    "its decoder cross-attends to what it is shown": ("evolla", "idefics", "mllama"),
+    "its encoder reads the prompt as well": ("instructblip", "instructblipvideo"),
+    "its pictures have no token of their own": ("blip", "kosmos-2", "kosmos-2.5"),
+    "its processor adds tokens at the beginning or end of a prompt": (
+        "blip-2",
+        "chameleon",
+        "emu3",
+        "fuyu",
+        "molmo2",
+    ),
+    "its decoder selects keys by an index": ("dots3_note", "glm5_next", "mistral_large4"),
+    "it generates by diffusion": ("diffusion_gemma",),
+    "it gives actions, not text": ("pi0",),
+    "the whole prompt, text as well, attends in both directions": ("git", "paligemma"),
+}
+"""Why → types of transformers that see or hear and are not served, refused before anything is
+loaded. Types whose text model is in `UNSERVABLE` are refused with that reason."""
+
 MEDIA_CONFIG = re.compile(
-    r"(vision|visual|vit|image|video|audio|speech|sound|acoustic|codec|encoder|qformer|perceiver"
+    r"(vision|visual|vit|vq|image|video|audio|speech|sound|acoustic|codec|encoder|qformer|perceiver"
     r"|thinker|talker)(_\w+)?_config"
 )
 """Names of the parts of a config that describe an encoder of media."""
@@ -319,7 +383,7 @@ MEDIA_TOKENS: dict[Modality, tuple[str, ...]] = {
 }
 """Modality → names in a config of the token whose positions take encoder outputs."""
 MEDIA_PARTS: dict[Modality, re.Pattern[str]] = {
-    "image": re.compile(r"vision|visual|vit|image"),
+    "image": re.compile(r"vision|visual|vit|vq|image"),
     "audio": re.compile(r"audio|speech|sound|acoustic|encoder"),
 }
 FILMS_AS_PICTURES: tuple[str, ...] = ("internvl",)
@@ -341,6 +405,25 @@ def general_modalities(config: Mapping[str, object]) -> tuple[Modality, ...]:
     return (*found, "video") if config.get("model_type") in FILMS_AS_PICTURES else found
 
 
+def media_token(config: Mapping[str, object], modality: Modality) -> int:
+    """The id of the token whose positions take rows of an item; `EVERY_TOKEN` where the config
+    names tokens around those which take rows as well (Ovis 2). Raises `KeyError` without any."""
+    if config.get("visual_indicator_token_ids"):
+        return EVERY_TOKEN
+    names = MEDIA_TOKENS["image" if modality == "video" else modality]
+    for name in names:
+        if type(value := config.get(name)) is int:
+            return value
+    raise KeyError(names[0])
+
+
+def has_axes(text_config: Mapping[str, object]) -> bool:
+    """Whether positions have several axes: in every layer, or in those of a kind."""
+    rope = text_config.get("rope_parameters") or text_config.get("rope_scaling")
+    kinds = rope.values() if isinstance(rope, Mapping) else ()
+    return any(isinstance(part, Mapping) and "mrope_section" in part for part in (rope, *kinds))
+
+
 def takes_media(config: Mapping[str, object]) -> bool:
     """Whether a Hugging Face config describes a model that sees or hears."""
     return any(value is not None and MEDIA_CONFIG.fullmatch(name) for name, value in config.items())
@@ -355,8 +438,10 @@ def check_served(config: Mapping[str, object]) -> None:
     tables: tuple[Collection[str], ...] = (SUPPORTED, GENERAL_TEXT, GENERAL_MEDIA, EMBEDDERS)
     if any(model_type in table for table in tables):
         return
-    for reason, types in UNSERVABLE.items():
-        if model_type in types:
+    text = config.get("text_config")
+    text_type = text.get("model_type") if isinstance(text, Mapping) else None
+    for reason, types in (*UNSERVABLE_MEDIA.items(), *UNSERVABLE.items()):
+        if model_type in types or text_type in types:
             raise unsupported(model_type, reason)
     if not model_type or config.get("is_encoder_decoder"):
         raise unsupported(model_type)

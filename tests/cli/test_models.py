@@ -7,7 +7,14 @@ import json
 import pytest
 
 from lookonce.cli.main import main
-from lookonce.types.model import EMBEDDERS, GENERAL_MEDIA, GENERAL_TEXT, SUPPORTED, UNSERVABLE
+from lookonce.types.model import (
+    EMBEDDERS,
+    GENERAL_MEDIA,
+    GENERAL_TEXT,
+    SUPPORTED,
+    UNSERVABLE,
+    UNSERVABLE_MEDIA,
+)
 
 
 def run(monkeypatch, capsys, *arguments: str) -> str:
@@ -31,6 +38,6 @@ def test_every_type_is_listed_once_with_its_media(monkeypatch, capsys):
 
 def test_people_see_why_a_type_is_not_served(monkeypatch, capsys):
     shown = run(monkeypatch, capsys)
-    for reason, types in UNSERVABLE.items():
+    for reason, types in {**UNSERVABLE, **UNSERVABLE_MEDIA}.items():
         line = next(line for line in shown.splitlines() if reason in line)
         assert all(model_type in line for model_type in types)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
+from typing import Any
 
+import openai
 import pytest
 import torch
 from transformers import AutoModelForMultimodalLM, AutoTokenizer
@@ -20,6 +22,7 @@ from tests.support.model.films import (
     gif_part,
     listed,
 )
+from tests.support.nodes import engine_node, run
 
 NUM_TOKENS = 10
 FPS = 4.0
@@ -36,15 +39,20 @@ def server(path) -> Iterator[LiveServer]:
         yield live
 
 
-def ask(server: LiveServer, part: dict[str, object]):
+def asked(model: str, part: dict[str, object]) -> dict[str, Any]:
     content = [{"type": "text", "text": "See: "}, part, {"type": "text", "text": " what is it?"}]
-    return server.client().chat.completions.create(
-        model=server.client().models.list().data[0].id,
-        messages=[{"role": "user", "content": content}],
-        temperature=0,
-        max_tokens=NUM_TOKENS,
-        extra_body={"ignore_eos": True, "reuse_receipt": True},
-    )
+    return {
+        "model": model,
+        "messages": [{"role": "user", "content": content}],
+        "temperature": 0,
+        "max_tokens": NUM_TOKENS,
+        "extra_body": {"ignore_eos": True, "reuse_receipt": True},
+    }
+
+
+def ask(server: LiveServer, part: dict[str, object]):
+    client = server.client()
+    return client.chat.completions.create(**asked(client.models.list().data[0].id, part))
 
 
 def text_of_transformers(path, numbers: Sequence[int]) -> str:
@@ -74,6 +82,51 @@ def test_a_longer_cut_costs_its_new_frames(server, path):
     after = server.metrics()
     for name in ("media_decodes_total:video", "media_processed_total:video", "encoder_runs_total"):
         assert after[name] - before.get(name, 0) == 6, name  # pairs of frames
+
+
+def test_a_longer_cut_costs_its_new_frames_with_times_in_the_prompt(folder):
+    """Qwen3-VL's, by OpenAI's client and all routes, in this process."""
+    path = folder("qwen3_vl")
+
+    async def scenario():
+        async with engine_node(path) as node:
+            client = openai.AsyncOpenAI(
+                base_url="http://test/v1", api_key="none", http_client=node.http
+            )
+            return [
+                await client.chat.completions.create(**asked("m", film_part(range(count), FPS)))
+                for count in (2, 4)  # more have smaller frames
+            ]
+
+    answers = run(scenario())
+    for answer, count in zip(answers, (2, 4), strict=True):
+        assert answer.choices[0].message.content == text_of_transformers(path, range(count))
+    frames = [each.model_extra["reuse_receipt"]["film_frames"] for each in answers]
+    assert frames == [
+        {"total": 2, "processed": 2, "encoded": 2},
+        {"total": 4, "processed": 2, "encoded": 2},
+    ]
+
+
+def test_what_was_sent_is_named(server, path):
+    """A film by its uuid; a live one frame by frame, of which only the new ones are sent."""
+    alone = {"type": "video_url", "video_url": None, "uuid": "film"}
+    whole = ask(server, {**film_part(range(30, 36), FPS), "uuid": "film"})
+    named = ask(server, alone)
+    assert named.choices[0].message.content == whole.choices[0].message.content
+
+    def sent(number: int) -> dict[str, str]:
+        return {"url": listed([frame(number)]), "uuid": f"frame {number}"}
+
+    def live(frames: list[dict[str, str]]) -> dict[str, object]:
+        return {"type": "video_url", "video_url": {"url": frames, "fps": FPS}}
+
+    ask(server, live([sent(number) for number in range(40, 46)]))
+    known = [{"uuid": f"frame {number}"} for number in range(42, 46)]
+    moved = ask(server, live([*known, sent(46), sent(47)]))
+    assert moved.choices[0].message.content == text_of_transformers(path, range(42, 48))
+    receipt = moved.model_extra["reuse_receipt"]["film_frames"]
+    assert receipt == {"total": 6, "processed": 2, "encoded": 2}
 
 
 def test_a_gif_is_a_film(server):

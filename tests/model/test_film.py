@@ -29,12 +29,11 @@ from tests.support.model.serving import (
     serve,
 )
 
-KINDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "media:internvl")
+KINDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "media:internvl", "qwen3_omni")
 FILMS = ((0, 1, 2, 3, 4), (2, 3, 4, 5), (0, 1, 2, 3, 4, 5, 6, 7))
 """A film with an odd number of frames; a window of it that moved on; a longer cut."""
-FPS = 4.0
-
-
+FPS = 2.0
+"""Qwen3-Omni's films take a rate at which two frames are a whole number of positions long."""
 SLOW_FPS = 0.25
 """So slow that the positions of the film reach beyond those of the text after it."""
 
@@ -102,6 +101,16 @@ def test_positions_that_are_shifted_in_time_are_another_film(subject):
     features = tuple(msgspec.structs.replace(each, film_time=None) for each in case.features)
     wrong = Case(case.token_ids, features, case.items, case.reference)
     served = serve(subject.loaded, [wrong], budget=256)
+    assert compare(served.answers, subject.expected[:1]).max_logit_error > 1e-3
+
+
+def test_text_that_does_not_go_on_after_a_films_time_differs(subject, monkeypatch):
+    """Negative control, for models whose text does."""
+    family = type(subject.loaded.family)
+    if not family.text_after_film_time:
+        pytest.skip("this model's text goes on after the size of the frames")
+    monkeypatch.setattr(family, "text_after_film_time", False)
+    served = serve(subject.loaded, subject.cases[:1], budget=256)
     assert compare(served.answers, subject.expected[:1]).max_logit_error > 1e-3
 
 

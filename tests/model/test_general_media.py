@@ -14,11 +14,11 @@ import pytest
 import torch
 from msgspec.structs import replace
 from torch import nn
-from transformers.utils import is_torchvision_available
+from transformers.utils import is_timm_available, is_torchaudio_available, is_torchvision_available
 
 from lookonce.config import ModelConfig
 from lookonce.errors import BadRequestError, LookOnceError, ModelLoadError
-from lookonce.model.families.general import GeneralMediaFamily
+from lookonce.model.families.general import DeeperRows, GeneralMediaFamily
 from lookonce.model.families.registry import FAMILIES
 from lookonce.model.loader import load_model
 from lookonce.model.proof import _cuts_inside, largest, prove_media
@@ -27,7 +27,13 @@ from lookonce.render.families.registry import FAMILIES as RENDER_FAMILIES
 from lookonce.render.families.registry import load_family, media_examples
 from lookonce.render.media.external_items import item_from_arrays
 from lookonce.types.media import Expansion, MediaExample
-from lookonce.types.model import GENERAL_MEDIA
+from lookonce.types.model import (
+    GENERAL_MEDIA,
+    SUPPORTED,
+    UNSERVABLE,
+    UNSERVABLE_MEDIA,
+    check_served,
+)
 from tests.support.model.cases import picture
 from tests.support.model.chats import render
 from tests.support.model.serving import (
@@ -37,7 +43,8 @@ from tests.support.model.serving import (
     load_general,
     serve,
 )
-from tests.support.model_folders.general_media import MEDIA_KINDS
+from tests.support.model_folders.general_media import VARIANTS
+from tests.support.model_folders.make import GENERAL_MEDIA_KINDS
 
 SAMPLE = (
     "internvl",  # tiles, with text tokens around each picture's
@@ -45,34 +52,61 @@ SAMPLE = (
     "qwen3_asr",  # sound, one in a prompt
 )
 REFUSED = {
-    "ernie4_5_vl_moe": "logits differ",  # its experts are chosen by what kind of token it is
-    "musicflamingo": "takes no prompt with several items",
+    "emu3": "gives neighbouring items other tokens",  # it begins each prompt with a token
+    "hunyuan_vl": "Expected 4 multimodal RoPE channels",
+    "pp_chart2table": "has places for",  # its template writes the tokens of a picture
 }
-NEED_TORCHVISION = ("cohere2_vision", "llama4")
+NEED_TIMM = ("fast_vlm", "perception_lm")
+NEED_TORCHVISION = (
+    *("cohere2_vision", "gemma4_unified", "kimi_k25", "llama4", "minimax_m3_vl", "muse_glimmer"),
+    *("step3p7", *NEED_TIMM),
+)
+NEW = ("cosmos3_omni", "cosmos3_edge", "cohere_compass", "glmga", "got_ocr2")
+"""Types that are served with nothing of ours but their name in `GENERAL_MEDIA`."""
+NEED_TORCHAUDIO = ("fun_asr_nano", "granite_speech", "granite_speech_plus")
 ALL = bool(os.environ.get("ALL_MODELS"))
 BLOCK = 4
 
 
-@pytest.fixture(scope="module", params=GENERAL_MEDIA if ALL else SAMPLE)
+@pytest.fixture(scope="module", params=[*GENERAL_MEDIA, *VARIANTS] if ALL else SAMPLE)
 def subject(request, subjects) -> Subject:
     if request.param in NEED_TORCHVISION and not is_torchvision_available():
         pytest.skip("its processor needs torchvision")
+    if request.param in NEED_TIMM and not is_timm_available():
+        pytest.skip("its encoder needs timm")
+    if request.param in NEED_TORCHAUDIO and not is_torchaudio_available():
+        pytest.skip("its processor needs torchaudio")
     return subjects(f"media:{request.param}")
 
 
 def test_every_listed_type_has_a_random_folder():
-    assert set(MEDIA_KINDS) == {*GENERAL_MEDIA, *REFUSED}
+    assert set(GENERAL_MEDIA_KINDS) == {*GENERAL_MEDIA, *REFUSED}
 
 
-@pytest.mark.parametrize("model_type", REFUSED)
-def test_what_differs_is_refused_with_the_reason(folder, model_type):
+@pytest.mark.parametrize("model_type", REFUSED if ALL else ("emu3",))
+def test_what_differs_is_refused_with_the_reason(folder, monkeypatch, model_type):
+    monkeypatch.setattr("lookonce.types.model.UNSERVABLE_MEDIA", {})
     with pytest.raises(ModelLoadError, match=REFUSED[model_type]):
         load_general(folder(f"media:{model_type}"))
 
 
+def test_a_type_is_listed_once():
+    reasons = {**UNSERVABLE, **UNSERVABLE_MEDIA}
+    listed = [*GENERAL_MEDIA, *SUPPORTED, *(name for types in reasons.values() for name in types)]
+    assert len(listed) == len(set(listed))
+
+
+def test_a_type_with_a_text_model_that_is_not_served_is_refused_for_that_reason():
+    config = {"model_type": "lfm2_vl", "text_config": {"model_type": "lfm2"}, "vision_config": {}}
+    with pytest.raises(ModelLoadError, match="keep another state than keys and values"):
+        check_served(config)
+
+
 def test_the_media_are_those_that_are_listed(subject):
     info = subject.loaded.info
-    assert info.modalities == GENERAL_MEDIA[info.model_type]
+    takes = GENERAL_MEDIA[info.model_type]
+    has_ears = getattr(subject.loaded.family.config, "audio_config", True) is not None
+    assert info.modalities == takes if has_ears else info.modalities == ("image",)
 
 
 @pytest.mark.parametrize("budget", [16, 64])
@@ -93,11 +127,12 @@ def test_forced_preemption_changes_no_token(subject):
     assert_parity(served, expected)
 
 
-def test_a_type_that_is_not_listed_is_tried(folder, monkeypatch):
+@pytest.mark.parametrize("model_type", NEW if ALL else NEW[:1])
+def test_a_type_that_is_not_listed_is_tried(folder, monkeypatch, model_type):
     monkeypatch.setattr("lookonce.types.model.GENERAL_MEDIA", {})
-    info = load_general(folder("media:llava_next")).info
+    info = load_general(folder(f"media:{model_type}")).info
     assert info.modalities == ("image",)
-    family = load_family(folder("media:llava_next"), "float32")
+    family = load_family(folder(f"media:{model_type}"), "float32")
     assert family.modalities == ("image",)
 
 
@@ -200,6 +235,77 @@ def test_shifted_positions_are_found(proven, monkeypatch):
     family, examples = proven
     monkeypatch.setattr(family, "decoder", Shifted(family.decoder))
     assert_refused(family, examples)
+
+
+# --- what some types have beside rows of embeddings ---------------------------------------------
+
+
+def load_with_examples(path) -> tuple[GeneralMediaFamily, tuple[MediaExample, ...]]:
+    family = load_general(path).family
+    assert isinstance(family, GeneralMediaFamily)
+    return family, media_examples(path, "float32")
+
+
+needs_all = pytest.mark.skipif(not ALL, reason="in `make test-models`")
+
+
+def test_features_for_later_layers_that_are_dropped_are_found(folder, monkeypatch):
+    family, examples = load_with_examples(folder("media:cosmos3_omni"))
+    assert family.row_width == 3 * family.hidden_size
+    monkeypatch.setattr(DeeperRows, "arguments", lambda *_: {})
+    assert_refused(family, examples)
+
+
+@needs_all
+def test_features_for_other_layers_are_found(folder, monkeypatch):
+    """Granite Vision names the layers that get them."""
+    family, examples = load_with_examples(folder("media:granite4_vision"))
+    arguments = DeeperRows.arguments
+    monkeypatch.setattr(
+        DeeperRows, "arguments", lambda *given: arguments(*given[:-1], list(given[-1])[::-1])
+    )
+    assert_refused(family, examples)
+
+
+@needs_all
+def test_kinds_of_tokens_that_are_dropped_are_found(folder, monkeypatch):
+    family, examples = load_with_examples(folder("media:ernie4_5_vl_moe"))
+    monkeypatch.setattr(family, "step_arguments", lambda *_: {})
+    assert_refused(family, examples)
+
+
+@needs_all
+def test_tokens_around_rows_that_take_none_are_found(folder, monkeypatch):
+    path = folder("media:ovis2")
+    assert load_with_examples(path)[0].merges
+    for module in ("model.families.general", "render.families.general"):
+        monkeypatch.setattr(f"lookonce.{module}.media_token", plain_token)
+    with pytest.raises(ModelLoadError, match="logits differ"):
+        load_general(path)
+
+
+def plain_token(config, modality) -> int:
+    return int(config["image_token_id"])
+
+
+@needs_all
+def test_embeddings_of_each_layer_that_are_dropped_are_found(folder, monkeypatch):
+    family, examples = load_with_examples(folder("media:gemma4"))
+    assert len({layer.head_dim for layer in family._attention}) == 2
+    given = family.step_arguments
+
+    def zeros(*arguments):
+        return {name: torch.zeros_like(value) for name, value in given(*arguments).items()}
+
+    monkeypatch.setattr(family, "step_arguments", zeros)
+    assert_refused(family, examples)
+
+
+def test_an_item_longer_than_a_window_is_refused(folder, without_own):
+    """Where items attend to themselves in both directions, what lies beyond a window differs."""
+    family = without_own(folder("gemma3"))[0].family
+    with pytest.raises(ValueError, match="the image has 40 tokens, but the model's sliding window"):
+        family.encode("image", [{"input_ids": torch.zeros(1, 40, dtype=torch.int64)}])
 
 
 # --- own families' types, served without them ---------------------------------------------------

@@ -14,6 +14,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from lookonce.model.attention.backend import ForwardContext
 from lookonce.model.attention.hf_attention import (
     ATTENTION_NAME,
+    CAUSAL_LAYER,
     paged_attention,
     paged_forward_context,
 )
@@ -109,3 +110,23 @@ def test_what_it_would_get_wrong_it_refuses(is_causal: bool, mask: torch.Tensor 
         pytest.raises(ValueError, match="causal self-attention"),
     ):
         paged_attention(module, *as_transformers(scene), mask)
+
+
+def test_a_layer_with_fewer_and_narrower_heads_than_the_pages_is_padded() -> None:
+    scene = build(Problem([(1, 12), (6, 5)]))
+    blocks, block_size, heads, width = scene.layer.keys.shape
+    pages = KVPages(KVLayout(1, block_size, 2 * heads, width + 8, "float32"), blocks)
+    pages.layers[0].keys[..., :width] = scene.layer.keys.repeat_interleave(2, 2)
+    pages.layers[0].values[..., :width] = scene.layer.values.repeat_interleave(2, 2)
+    with paged_forward_context(ForwardContext(scene.metadata, ReferenceBackend(), pages)):
+        output, _ = paged_attention(SimpleNamespace(layer_idx=0), *as_transformers(scene), None)
+    torch.testing.assert_close(output[0], dense_answer(scene), atol=4e-6, rtol=1e-5)
+
+
+def test_an_item_is_causal_in_layers_that_say_so() -> None:
+    scene = build(Problem([(6, 5)], spans=[[(6, 10)]]))
+    causal = build(Problem([(6, 5)]))
+    module = SimpleNamespace(layer_idx=0, **{CAUSAL_LAYER: True})
+    with forward_context(scene, 1, 0):
+        output, _ = paged_attention(module, *as_transformers(scene), None)
+    torch.testing.assert_close(output[0], dense_answer(causal), atol=4e-6, rtol=1e-5)

@@ -91,6 +91,25 @@ def test_an_unsupported_type_is_refused_with_the_reason(broken):
         load(broken)
 
 
+def test_a_type_that_hears_is_refused_with_the_reason(broken):
+    edit(broken / "config.json", model_type="vibevoice_asr")
+    with pytest.raises(ModelLoadError, match="it adds random noise to sounds"):
+        load(broken)
+
+
+@pytest.mark.parametrize("name", ["adapter_config.json", "speech-lora/adapter_config.json", ""])
+def test_a_model_whose_media_needs_an_adapter_is_refused(folder, tmp_path, name):
+    """Without it the answers would be others, and nothing would say so."""
+    path = copied(folder("qwen2_audio"), tmp_path)
+    if name:
+        (path / name).parent.mkdir(exist_ok=True)
+        (path / name).write_text("{}")
+    else:
+        edit(path / "config.json", has_lora_adapter=True)
+    with pytest.raises(ModelLoadError, match="has LoRA adapters for its media"):
+        load(path)
+
+
 def test_pytorch_pickles_are_not_loaded(broken):
     weights = load_file(broken / "model.safetensors")
     (broken / "model.safetensors").unlink()

@@ -24,7 +24,7 @@ def test_every_supported_type_is_compared(folder):
     }
     # A whole Omni folder is compared with its thinker's: see test_omni_whole. The others take a
     # sound and no text: see test_encoder_decoder and test_voxtral_realtime.
-    others = {*ENCODER_DECODER, "qwen2_5_omni", "voxtral_realtime"}
+    others = {*ENCODER_DECODER, "qwen2_5_omni", "qwen3_omni_moe", "voxtral_realtime"}
     assert {*compared, *others} == set(SUPPORTED)
 
 

@@ -64,7 +64,7 @@ class IgnoringBackend(ReferenceBackend):
         return super().forward(*tensors, call._replace(**self._instead))
 
 
-MROPE_KINDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen2_5_omni", "nano")
+MROPE_KINDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_omni", "nano")
 SOUND_KINDS = ("qwen2_audio", "voxtral")
 MEDIA_KINDS = (
     *("llava", "pixtral", "mistral3", "gemma3", "idefics3", "smolvlm"),
@@ -104,7 +104,7 @@ def test_text_that_does_not_go_on_right_after_a_picture_differs(subjects, kind, 
     ("kind", "modality"),
     [
         *((kind, "image") for kind in MEDIA_KINDS if kind not in SOUND_KINDS),
-        *((kind, "audio") for kind in (*SOUND_KINDS, "qwen2_5_omni", "nano")),
+        *((kind, "audio") for kind in (*SOUND_KINDS, "qwen3_omni", "nano")),
     ],
 )
 def test_encoder_rows_off_by_one_differ(subjects, kind, modality):

@@ -14,7 +14,14 @@ from hypothesis import strategies as st
 from transformers.video_utils import VideoMetadata
 
 from lookonce.config import MediaConfig
-from lookonce.errors import BadRequestError, RequestError, TooLargeError, UnprocessableMediaError
+from lookonce.errors import (
+    BadRequestError,
+    ConflictError,
+    MediaNotCachedError,
+    RequestError,
+    TooLargeError,
+    UnprocessableMediaError,
+)
 from lookonce.render.families.arrays import ArrayMemory
 from lookonce.render.families.film import FilmInfo, QwenFilms, picture_film
 from lookonce.render.media.cost import CostLimits, estimate_cost, picture_size
@@ -101,6 +108,21 @@ def test_the_size_of_a_frame_is_that_of_transformers(count, width, height):
             expected = RULES[rule].smart_resize(count, height, width, **bounds)
         layout = films(rule, patch_size=patch).layout(info, {}, 768)
         assert (layout.options["height"], layout.options["width"]) == expected
+
+
+def test_frames_keep_their_size_where_the_bound_grows_with_their_number():
+    """The same pixels for a frame in each request, as docs/models.md says."""
+    subject = films("qwen3", size={"shortest_edge": 4096, "longest_edge": 25165824})
+    sizes: dict[bool, set[tuple[object, ...]]] = {True: set(), False: set()}
+    for count in range(2, 65):
+        info = FilmInfo(count, 2.0, 1920, 1080, chosen=True)
+        size = {"shortest_edge": 4096, "longest_edge": 200704 * count}
+        for grows, kwargs in ((True, {"size": size}), (False, {})):
+            sizes[grows].add(
+                tuple(subject.layout(info, subject.options(kwargs), 768).options.items())
+            )
+    assert len(sizes[True]) == 1
+    assert len(sizes[False]) > 1
 
 
 def test_the_client_may_choose_from_a_list():
@@ -262,6 +284,116 @@ def test_a_clients_text_is_no_placeholder(renderer):
     assert len(prompt.features) == 1
     alone = render(renderer, film_part([1, 2]))
     assert prompt.modality_tokens("video") == alone.modality_tokens("video")
+
+
+@pytest.mark.parametrize("name", ["use_audio_in_video", "load_audio_from_video"])
+def test_the_sound_of_a_film_is_refused_and_named(renderer, name):
+    with pytest.raises(BadRequestError, match="the sound of films is not heard") as refused:
+        render(renderer, film_part([1, 2]), mm_processor_kwargs={name: True})
+    assert refused.value.param == f"mm_processor_kwargs.{name}"
+    assert render(renderer, film_part([1, 2]), mm_processor_kwargs={name: False}).items
+
+
+def test_a_rate_that_makes_parts_of_positions_is_refused():
+    subject = QwenFilms(
+        {"patch_size": 16}, 7, "float32", ArrayMemory(), rule="omni", tokens_per_second=13
+    )
+
+    def times(rate, **asked):
+        info = FilmInfo(6, rate, 400, 300, chosen=True)
+        return [item.time for item in subject.layout(info, asked, 768).items]
+
+    assert times(2.0) == [0, 13, 26]
+    assert times(1.0) == [0, 26, 52]
+    assert times(3.0, fps=2.0, do_sample_frames=False) == [0, 13, 26]
+    for rate in (4.0, 0.05):
+        with pytest.raises(UnprocessableMediaError, match="choose another fps"):
+            times(rate)
+
+
+# --- names ---------------------------------------------------------------------------------------
+
+
+FILM = {**film_part(range(6), 4.0), "uuid": "film"}
+NAMED = {"type": "video_url", "video_url": None, "uuid": "film"}
+
+
+def live(*frames, fps=4.0):
+    """A list of frames: numbers are sent, with a uuid; texts name one."""
+    urls = [
+        {"uuid": each}
+        if isinstance(each, str)
+        else {"url": listed([frame(each)]), "uuid": f"f{each}"}
+        for each in frames
+    ]
+    return {"type": "video_url", "video_url": {"url": urls, "fps": fps}}
+
+
+def outcomes(prompt):
+    return [item.outcome for item in prompt.items]
+
+
+@pytest.mark.parametrize("part", [FILM, {**gif_part(gif(range(6))), "uuid": "film"}])
+def test_a_film_that_was_sent_is_named_by_its_uuid(renderer, part):
+    first = render(renderer, part)
+    named = render(renderer, NAMED)
+    assert named.token_ids == first.token_ids
+    assert named.features == first.features
+    assert outcomes(named) == ["hit"] * len(first.items)
+
+
+def test_another_film_under_its_uuid_is_refused(renderer):
+    kept = render(renderer, FILM)
+    for other in (range(8), (0, 1, 2, 9, 4, 5)):
+        with pytest.raises(ConflictError, match=r"content\[0\]: this uuid is bound"):
+            render(renderer, {**film_part(other, 4.0), "uuid": "film"})
+    assert render(renderer, FILM).token_ids == kept.token_ids
+
+
+def test_a_film_that_could_not_be_made_has_not_used_its_uuid_up(renderer):
+    broken = [frame(number) for number in range(4)]
+    broken[2] = broken[2][:60]
+    part = {"type": "video_url", "video_url": {"url": listed(broken)}, "uuid": "film"}
+    with pytest.raises(UnprocessableMediaError, match="broken"):
+        render(renderer, part)
+    assert render(renderer, FILM).items
+
+
+@pytest.mark.parametrize(
+    ("part", "where"),
+    [
+        (NAMED, r"content\[0\]"),
+        (live(1, "unknown"), r"content\[0\]\[1\]"),
+    ],
+)
+def test_what_nothing_is_held_of_is_named(renderer, part, where):
+    with pytest.raises(MediaNotCachedError, match=where):
+        render(renderer, part)
+
+
+def test_names_belong_to_their_tenant(renderer):
+    kept = render(renderer, FILM)
+    messages = [{"role": "user", "content": [NAMED]}]
+    with pytest.raises(MediaNotCachedError):
+        asyncio.run(renderer.render_chat(messages, tenant="other"))
+    assert kept.items
+
+
+def test_a_live_film_sends_its_new_frames_and_names_the_others(renderer):
+    kept = [render(renderer, live(1, 2, 3, 4))]
+    moved = render(renderer, live("f3", "f4", 5, 6))
+    assert outcomes(moved) == ["hit", "miss"]
+    whole = render(renderer, film_part([3, 4, 5, 6], 4.0))
+    assert whole.token_ids == moved.token_ids
+    assert whole.features == moved.features
+    # A named frame in a pair that was never made: it has to come again.
+    with pytest.raises(MediaNotCachedError, match=r"content\[0\]\[0\]: no media is held"):
+        render(renderer, live("f2", 3))
+    part = live(1, 2)
+    part["video_url"]["url"][1]["uuid"] = "f3"
+    with pytest.raises(ConflictError, match=r"content\[0\]\[1\]: this uuid is bound"):
+        render(renderer, part)
+    assert kept
 
 
 # --- GIF ---------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ attention is plain SDPA: for a vision encoder that shares the text model's confi
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -19,8 +20,11 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from lookonce.model.attention.backend import AttentionCall, ForwardContext
+from lookonce.model.kv_pages import LayerPages
 
 ATTENTION_NAME = "lookonce_paged"
+CAUSAL_LAYER = "lookonce_causal"
+"""Attribute of attention modules: whether items are causal here, though not in other layers."""
 
 
 def set_text_attention(model: Any, name: str) -> None:
@@ -70,7 +74,8 @@ def paged_attention(
 ) -> tuple[Tensor, None]:
     """query and key [1, H, T, D] after rope, value [1, Hkv, T, Dv ≤ D] → [1, T, Hq, Dv].
 
-    The pages hold D numbers per value too: narrower values are padded with zeros.
+    The pages hold D numbers per value too: narrower values are padded with zeros. Pages may have
+    more heads or wider ones than a layer (`_as_in_pages`).
     """
     context = _context.get()
     if context is None:
@@ -87,15 +92,34 @@ def paged_attention(
     width = value.shape[-1]
     if width != key.shape[-1]:
         value = pad(value, (0, key.shape[-1] - width))
+    pages = context.kv_pages.layers[module.layer_idx]
+    if isinstance(pages, LayerPages) and pages.keys.shape[2:] != (key.shape[1], key.shape[3]):
+        query, key, value = _as_in_pages(pages, query, key, value)
+    metadata = context.metadata
+    if metadata.visible_end is not None and getattr(module, CAUSAL_LAYER, False):
+        metadata = dataclasses.replace(metadata, visible_end=None)
     output = context.backend.forward(
-        context.kv_pages.layers[module.layer_idx],
+        pages,
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
         value[0].transpose(0, 1),
-        context.metadata,
+        metadata,
         AttentionCall(scale, sliding_window or None, softcap, s_aux),
     )
     return output[..., :width].unsqueeze(0), None
+
+
+def _as_in_pages(
+    pages: LayerPages, query: Tensor, key: Tensor, value: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of a layer with fewer or narrower heads than the pages: heads of keys and values repeated,
+    which leaves each to its queries, and all three padded with zeros, which changes no score."""
+    heads, width = pages.keys.shape[2:]
+    repeats = heads // key.shape[1]
+    if repeats > 1:
+        key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+    query, key, value = (pad(each, (0, width - each.shape[-1])) for each in (query, key, value))
+    return query, key, value
 
 
 AttentionInterface.register(ATTENTION_NAME, paged_attention)

@@ -39,6 +39,9 @@ class ModelFamily:
     unsplittable: tuple[Modality, ...] = ()
     """Modalities whose items attend to themselves in both directions."""
     position_axes: PositionAxes = 1
+    text_after_film_time: ClassVar[bool] = False
+    """Whether the positions of text after a film go on after its last time; else they do after the
+    height and width of its frames alone."""
     encoder_decoder: ClassVar[bool] = False
     """Items are no part of the prompt: every position cross-attends to them."""
     encoder_only: ClassVar[bool] = False
@@ -187,6 +190,11 @@ class ModelFamily:
         Returns keyword arguments that the decoder needs beside the embeddings.
         """
         embeds.index_copy_(0, at, rows)
+        return {}
+
+    def step_arguments(self, token_ids: Tensor, at: Tensor | None) -> dict[str, Any]:
+        """Keyword arguments of the decoder that depend on a step's token ids [T], of which those at
+        the indices `at` [N] take encoder rows and have any id; None: no token takes one."""
         return {}
 
 

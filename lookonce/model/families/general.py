@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import (
@@ -31,11 +32,11 @@ from lookonce.model.attention.backend import (
     AttentionMetadata,
     ForwardContext,
 )
-from lookonce.model.attention.hf_attention import paged_forward_context
+from lookonce.model.attention.hf_attention import CAUSAL_LAYER, paged_forward_context
 from lookonce.model.attention.probe import PROBE_TOKENS, probe_metadata, probe_positions
 from lookonce.model.families.base import Model, ModelFamily, Tensors
-from lookonce.types.media import Modality
-from lookonce.types.model import unsupported
+from lookonce.types.media import MediaExample, Modality
+from lookonce.types.model import has_axes, media_token, unsupported
 
 FORWARD_ERRORS = (
     AssertionError,
@@ -73,11 +74,13 @@ class GeneralTextFamily(ModelFamily):
 
     @property
     def head_dim(self) -> int:
-        return self._attention[0].head_dim
+        """Of the layer with the widest heads; those of other layers are padded."""
+        return max(layer.head_dim for layer in self._attention)
 
     @property
     def num_kv_heads(self) -> int:
-        return self._attention[0].num_kv_heads
+        """Of the layer with the most heads; those of other layers are repeated."""
+        return max(layer.num_kv_heads for layer in self._attention)
 
     @property
     def num_layers(self) -> int:
@@ -104,6 +107,15 @@ class GeneralTextFamily(ModelFamily):
         assert isinstance(weight, Tensor)
         return weight
 
+    def step_arguments(self, token_ids: Tensor, at: Tensor | None) -> dict[str, Any]:
+        """Embeddings that each layer has of its own, if the decoder has them (Gemma 3n and 4)."""
+        if not getattr(self.text_config, "hidden_size_per_layer_input", None):
+            return {}
+        if at is not None:
+            token_ids = token_ids.index_fill(0, at, int(self.text_config.pad_token_id))
+        inputs = self.decoder.get_per_layer_inputs(token_ids[None])
+        return {"per_layer_inputs": inputs}
+
     def unservable(self, reason: str) -> ModelLoadError:
         return unsupported(self.config.model_type, reason)
 
@@ -121,6 +133,7 @@ class GeneralTextFamily(ModelFamily):
                     position_ids=probe_positions(self.position_axes).to(device),
                     attention_mask=None,
                     use_cache=False,
+                    **self.step_arguments(ids, None),
                 )
         except FORWARD_ERRORS as error:
             raise self.unservable(f"its decoder cannot be run ({error})") from error
@@ -134,8 +147,9 @@ class GeneralTextFamily(ModelFamily):
             raise self.unservable("some of its layers keep another state than keys and values")
         if sorted(recorder.calls.elements()) != list(range(len(layers))):
             raise self.unservable("its attention layers are not called once each")
-        if len({(layer.num_kv_heads, layer.head_dim) for layer in layers.values()}) > 1:
-            raise self.unservable("its layers have keys of different shapes")
+        most = max(layer.num_kv_heads for layer in layers.values())
+        if any(most % layer.num_kv_heads or layer.num_heads % most for layer in layers.values()):
+            raise self.unservable("its layers have numbers of heads that do not divide each other")
         return [layers[index] for index in range(len(layers))]
 
 
@@ -160,23 +174,32 @@ ENCODERS: dict[Modality, str] = {
     "video": "get_image_features",
 }
 """Films are taken as pictures here (`FILMS_AS_PICTURES`)."""
-PROJECTED_LATER = ("llama4",)
-"""Types whose forward applies the projector to what `get_image_features` gives."""
+TOKEN_TYPES = "token_type_ids"
+"""How arguments end that say of each token what kind it is."""
+DEEPER = re.compile(r"deepstack_\w+")
+"""Arguments of decoders that hold features for later layers."""
 TOKEN_NAME = re.compile(r"\w*token_(id|index)")
 
 
 class GeneralMediaFamily(GeneralTextFamily):
-    """Items have whatever arrays the model's processor gives for one item.
+    """Items have whatever arrays the model's processor gives for one item, and its token ids.
 
-    `prove_media` sets `modalities` and, where items attend to themselves in both directions,
-    `unsplittable` and `largest_unsplittable`.
+    Rows are what the model's `get_..._features` gives. Where that is not what its decoder gets
+    (`merges`), the model's own forward is run on the item up to its decoder. `prove_media` sets
+    `modalities`, `merges` and, where items attend to themselves in both directions, `unsplittable`
+    and `largest_unsplittable`.
     """
 
     def __init__(self, model: Model) -> None:
         self._largest_unsplittable = 0
+        self._in_windows = False
+        self.merges = False
+        """Whether rows are taken from the decoder's inputs."""
+        self._deeper = DeeperRows()
+        self._media_tokens: dict[Modality, int] = {}
+        self._token_types: dict[str, dict[int, int]] = {}
         text = model.config.get_text_config(decoder=True)
-        rope = getattr(text, "rope_parameters", None) or {}
-        self.position_axes = 3 if "mrope_section" in rope else 1
+        self.position_axes = 3 if has_axes(text.to_dict()) else 1
         super().__init__(model)
 
     @classmethod
@@ -188,13 +211,32 @@ class GeneralMediaFamily(GeneralTextFamily):
         return dataclasses.replace(features, bidirectional=bool(self.unsplittable))
 
     @property
+    def row_width(self) -> int:
+        return self.hidden_size * (1 + self._deeper.count)
+
+    @property
     def largest_unsplittable(self) -> int:
         return self._largest_unsplittable
 
-    def attend_both_ways(self, modalities: tuple[Modality, ...], num_tokens: int) -> None:
-        """Items of these modalities attend to themselves in both directions; none of them has more
-        than `num_tokens`. The default is that none does."""
+    def attend_both_ways(
+        self, modalities: tuple[Modality, ...], num_tokens: int, *, in_windows: bool = False
+    ) -> None:
+        """Items of these modalities attend to themselves in both directions; those of usual sizes
+        have at most `num_tokens`, and a request with an item that no step has room for is refused.
+        `in_windows`: they do so in layers with a sliding window alone (Gemma 4). The default is
+        that none does."""
         self.unsplittable, self._largest_unsplittable = modalities, num_tokens
+        self._in_windows = in_windows
+        for module in self.decoder.modules():
+            if (layer := getattr(module, "layer_idx", None)) is not None:
+                unlimited = self._attention[layer].call.sliding_window is None
+                setattr(module, CAUSAL_LAYER, in_windows and unlimited)
+
+    @property
+    def has_windows(self) -> bool:
+        """Whether some layers have a sliding window, and others none."""
+        windows = {layer.call.sliding_window is None for layer in self._attention}
+        return len(windows) > 1
 
     @property
     def reserved_tokens(self) -> frozenset[int]:
@@ -205,18 +247,91 @@ class GeneralMediaFamily(GeneralTextFamily):
             if TOKEN_NAME.fullmatch(name) and type(value) is int
         )
 
+    def learn_token_types(self, examples: Sequence[MediaExample]) -> None:
+        """Keep what the model's processor says of each token for its decoder, which may compute
+        tokens of pictures with other weights (Ernie 4.5 VL)."""
+        taken = inspect.signature(self.decoder.forward).parameters
+        for example in examples:
+            for name, array in example.arrays.items():
+                if name in taken and name.endswith(TOKEN_TYPES):
+                    types = np.frombuffer(array.data, array.dtype).tolist()
+                    known = self._token_types.setdefault(name, {})
+                    known |= {
+                        t: kind for t, kind in zip(example.token_ids, types, strict=True) if kind
+                    }
+
+    def step_arguments(self, token_ids: Tensor, at: Tensor | None) -> dict[str, Any]:
+        arguments = super().step_arguments(token_ids, at)
+        for name, known in self._token_types.items():
+            types = torch.zeros_like(token_ids)
+            for token, kind in known.items():
+                types[token_ids == token] = kind
+            if at is not None:
+                types[at] = known.get(self._media_token(self.modalities[0]), 0)
+            arguments[name] = types[None]
+        return arguments
+
     def encode(self, modality: Modality, items: Sequence[Tensors]) -> list[Tensor]:
         """Each item in a call of its own, which gets the arrays that it has parameters for."""
+        if modality in self.unsplittable and not self._in_windows:
+            for item in items:
+                self._check_window(modality, item)
+        if self.merges:
+            return [self._merged(modality, item) for item in items]
         encoder = self._encoder(modality)
         named = inspect.signature(encoder).parameters
         rows = []
         for item in items:
             known = {name: value for name, value in item.items() if name in named}
-            output = _rows(encoder(**known))
-            if self.config.model_type in PROJECTED_LATER:
-                output = self.model.multi_modal_projector(output)
-            rows.append(output)
+            rows.append(_rows(encoder(**known)))
         return rows
+
+    def _check_window(self, modality: Modality, item: Tensors) -> None:
+        """Whether an item that attends to itself in both directions fits into the shortest window:
+        what is beyond is seen in some types and not in others. Raises `ValueError`."""
+        windows = [layer.call.sliding_window for layer in self._attention]
+        shortest = min((window for window in windows if window), default=None)
+        length = item["input_ids"].shape[1]
+        if shortest is not None and length > shortest:
+            raise ValueError(
+                f"the {modality} has {length} tokens, but the model's sliding window {shortest}"
+            )
+
+    def _merged(self, modality: Modality, item: Tensors) -> Tensor:
+        """The rows of an item in what the model's own forward gives its decoder: embeddings, and
+        features for later layers beside them."""
+        given: dict[str, Any] = {}
+
+        def stop(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            given.update(kwargs)
+            raise _DecoderReachedError
+
+        ids = item["input_ids"]
+        hook = self.decoder.register_forward_pre_hook(stop, with_kwargs=True)
+        if hasattr(self.model.base_model, "rope_deltas"):
+            self.model.base_model.rope_deltas = None  # of the item before
+        try:
+            self.model(**item, attention_mask=torch.ones_like(ids), use_cache=False)
+        except _DecoderReachedError:
+            pass
+        finally:
+            hook.remove()
+        if given.get("inputs_embeds") is None:
+            raise ValueError("its decoder gets no embeddings")
+        token = self._media_token(modality)
+        takes_row = torch.ones_like(ids[0], dtype=torch.bool) if token < 0 else ids[0] == token
+        deeper = self._deeper.read(given)
+        return torch.cat([given["inputs_embeds"][0][takes_row], *deeper], dim=-1)
+
+    def place(self, embeds: Tensor, at: Tensor, rows: Tensor) -> dict[str, Any]:
+        first, *deeper = torch.split(rows, self.hidden_size, dim=-1)
+        embeds.index_copy_(0, at, first)
+        return self._deeper.arguments(len(embeds), at, deeper)
+
+    def _media_token(self, modality: Modality) -> int:
+        if modality not in self._media_tokens:
+            self._media_tokens[modality] = media_token(self.config.to_dict(), modality)
+        return self._media_tokens[modality]
 
     def _encoder(self, modality: Modality) -> Any:
         name = ENCODERS[modality]
@@ -224,6 +339,51 @@ class GeneralMediaFamily(GeneralTextFamily):
             if hasattr(holder, name):
                 return getattr(holder, name)
         raise self.unservable(f"it has no {name}")
+
+
+class _DecoderReachedError(Exception):
+    """Raised where the decoder of a model would run."""
+
+
+class DeeperRows:
+    """How a decoder takes features of pictures for its later layers (deepstack): in one argument, a
+    list of tensors [N, H] or a dict of them, beside a mask of their positions."""
+
+    def __init__(self) -> None:
+        self._name = self._mask = ""
+        self._keys: list[Any] | None = None
+        """Of the dict; None: it is a list."""
+        self._mask_shape: tuple[int, ...] = ()
+        """After the position's axis."""
+        self.count = 0
+
+    def read(self, given: dict[str, Any]) -> list[Tensor]:
+        """The features among the arguments that a decoder was given; keeps their form."""
+        name = next((name for name in given if DEEPER.match(name) and given[name] is not None), "")
+        features = given.get(name) or []
+        self._name, self.count = name, len(features)
+        self._keys = list(features) if isinstance(features, dict) else None
+        masks = [
+            name for name, value in given.items() if getattr(value, "dtype", None) is torch.bool
+        ]
+        if features and len(masks) != 1:
+            raise ValueError("its decoder gets features for later layers without their positions")
+        if features:
+            (self._mask,) = masks
+            self._mask_shape = tuple(given[self._mask].shape[2:])
+        return list(features.values() if isinstance(features, dict) else features)
+
+    def arguments(self, num_tokens: int, at: Tensor, deeper: Sequence[Tensor]) -> dict[str, Any]:
+        """The decoder's arguments for features [N, H] at the indices `at` of a step."""
+        if not deeper:
+            return {}
+        mask = torch.zeros(1, num_tokens, dtype=torch.bool, device=at.device)
+        mask[0, at] = True  # `at` is sorted, so the mask selects positions in the order of the rows
+        mask = mask.view(1, num_tokens, *[1] * len(self._mask_shape))
+        mask = mask.expand(1, num_tokens, *self._mask_shape)
+        keys = self._keys
+        features = list(deeper) if keys is None else dict(zip(keys, deeper, strict=True))
+        return {self._mask: mask, self._name: features}
 
 
 def _rows(output: Any) -> Tensor:
@@ -239,6 +399,8 @@ def _rows(output: Any) -> Tensor:
 class LayerAttention(NamedTuple):
     """What one layer's attention was called with."""
 
+    num_heads: int
+    """Of queries."""
     num_kv_heads: int
     head_dim: int
     """Of query and key; values may be narrower."""
@@ -269,7 +431,7 @@ class _Recorder:
     ) -> Tensor:
         """`layer` is the layer's number."""
         self.calls[layer] += 1
-        self.layers[layer] = LayerAttention(key.shape[1], key.shape[2], call)
+        self.layers[layer] = LayerAttention(query.shape[1], key.shape[1], key.shape[2], call)
         return torch.zeros_like(query)
 
 

@@ -22,7 +22,7 @@ from lookonce.model.families.gemma3 import Gemma3Family
 from lookonce.model.families.general import GeneralMediaFamily, GeneralTextFamily
 from lookonce.model.families.idefics3 import Idefics3Family
 from lookonce.model.families.llava import LlavaFamily
-from lookonce.model.families.qwen2_5_omni import Qwen2_5OmniFamily
+from lookonce.model.families.qwen2_5_omni import Qwen2_5OmniFamily, Qwen3OmniFamily
 from lookonce.model.families.qwen2_5_vl import Qwen2_5VLFamily
 from lookonce.model.families.qwen2_audio import Qwen2AudioFamily
 from lookonce.model.families.qwen3_vl import Qwen3VLFamily
@@ -40,6 +40,7 @@ FAMILIES: dict[str, type[ModelFamily]] = {
         Qwen2_5VLFamily,
         Qwen3VLFamily,
         Qwen2_5OmniFamily,
+        Qwen3OmniFamily,
         Qwen2AudioFamily,
         VoxtralFamily,
         VoxtralRealtimeFamily,

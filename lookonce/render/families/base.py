@@ -35,6 +35,8 @@ film."""
 PIXEL_LIBRARIES = ("Pillow", "numpy", "transformers")
 SOUND_LIBRARIES = ("numpy", "soundfile", "soxr", "transformers")
 CODECS = ("jpg", "webp", "zlib", "libjpeg_turbo")
+SOUND_OF_FILMS = ("use_audio_in_video", "load_audio_from_video")
+"""Options of Omni's processors; false, their default, is taken by all."""
 MAX_SIDE_RATIO = 200
 """Longest allowed side of a picture over its shorter side, as in Qwen's processor. Processors that
 fix the shorter side would make a thinner picture huge."""
@@ -56,6 +58,8 @@ class ProcessorFamily(ABC):
     added to these tokens and to those that are generated, from position 0 on."""
     item_alone: ClassVar[bool] = False
     """A prompt is one text, or one item and no text, without a chat template."""
+    takes_arrays: ClassVar[bool] = True
+    """Whether items that were processed elsewhere are taken (`expansion_of_arrays`)."""
     needs_torch: ClassVar[bool] = False
     """Whether `process` needs torch, which workers otherwise go without."""
     sampling_rate: int = 0
@@ -139,7 +143,11 @@ class ProcessorFamily(ABC):
         """Refuse a request's `mm_processor_kwargs`. Raises `BadRequestError`."""
         known = self.option_names()
         for name in kwargs:
-            if name not in known:
+            if name in SOUND_OF_FILMS and kwargs[name] is True:
+                raise bad_option(
+                    name, "the sound of films is not heard: send it beside the film, as a sound"
+                )
+            if name not in known and name not in SOUND_OF_FILMS:
                 allowed = ", ".join(known) or "none for this model"
                 raise BadRequestError(
                     f"mm_processor_kwargs: {name[:40]!r} is not supported; allowed: {allowed}",

@@ -42,6 +42,8 @@ LISTED_FPS = 1.0
 """Frames per second of a list of frames whose client says nothing else, as in vLLM."""
 MAX_FPS = 1000.0
 """Frames per second that a film may claim."""
+OMNI_FPS = 1.0
+"""What Qwen3-Omni's processor takes for the rate of sampled frames unless the request says it."""
 QWEN_FPS = 2.0
 """What Qwen's own tools sample files at, where the model's processor is not told to sample."""
 PICTURE_FRAMES = 8
@@ -166,8 +168,8 @@ def evenly(start: float, total: int, count: int) -> list[int]:
 class QwenFilms:
     """Qwen2-VL's, Qwen2.5-VL's and Qwen3-VL's films: items of two frames (`temporal_patch_size`).
 
-    Qwen2 and 2.5 limit the pixels of a frame, and number the film's items in time; Qwen3 limits
-    those of the film, and writes the time of each item before it.
+    Qwen2 and 2.5 limit the pixels of a frame, and number the film's items in time, Omni in whole
+    positions; Qwen3 limits those of the film, and writes the time of each item before it.
     """
 
     def __init__(
@@ -177,11 +179,12 @@ class QwenFilms:
         dtype: str,
         memory: ArrayMemory,
         *,
-        rule: Literal["qwen2", "qwen2_5", "qwen3"],
-        around: tuple[int, int],
+        rule: Literal["qwen2", "qwen2_5", "qwen3", "omni"],
+        around: tuple[int, int] = (0, 0),
         tokens_per_second: float = 1.0,
     ) -> None:
-        """`config` is the video processor's; `around` are the tokens of vision's start and end."""
+        """`config` is the video processor's; `around` are the tokens of vision's start and end,
+        for Qwen3, `tokens_per_second` positions, for Qwen2.5 and Omni."""
         timed = rule == "qwen3"
         self._rule = rule
         self._around = around
@@ -231,6 +234,9 @@ class QwenFilms:
         indices = self._sample(info, options, most)
         times = [index / info.fps for index in indices]
         sampled_fps = len(indices) / info.num_frames * info.fps
+        if self._rule == "omni":
+            listed_fps = info.fps if info.chosen else OMNI_FPS
+            sampled_fps = float(str(options.get("fps", listed_fps)))
         width, height = self._size(len(indices), info.width, info.height, options)
         indices += [indices[-1]] * (-len(indices) % self.frames)
         times += [times[-1]] * (-len(times) % self.frames)
@@ -241,7 +247,8 @@ class QwenFilms:
         expansion = self._expansion(rows, columns)
         chosen: Options = {"width": width, "height": height}
         if self._rule != "qwen3":
-            numbered = zip(groups, self._times(len(groups), sampled_fps), strict=True)
+            times_of_items = self._times(len(groups), sampled_fps, expansion.length)
+            numbered = zip(groups, times_of_items, strict=True)
             items = [FilmItem(group, time=time) for group, time in numbered]
             return FilmLayout(tuple(items), chosen, expansion=expansion)
         start, end = self._around
@@ -257,12 +264,18 @@ class QwenFilms:
         around = (start,), (end,)
         return FilmLayout(tuple(items), chosen, (end,), around, expansion)
 
-    def _times(self, count: int, sampled_fps: float) -> list[int]:
-        """Of each item, as `get_rope_index` computes it, in single precision."""
+    def _times(self, count: int, fps: float, num_tokens: int) -> list[int]:
+        """Of each item, of `num_tokens`, as `get_rope_index` computes it, in single precision."""
         if self._rule == "qwen2":
             return list(range(count))
-        seconds = np.float32(self.frames / sampled_fps)
+        seconds = np.float32(self.frames / fps)
         interval = np.float32(self._tokens_per_second) * seconds
+        if self._rule == "omni" and (interval != round(interval) or interval > num_tokens):
+            raise UnprocessableMediaError(
+                f"at {fps:g} frames per second two frames of the film are {interval:g} positions "
+                f"long; this model's films take a whole number up to {num_tokens}: choose another "
+                "fps"
+            )
         return [int(np.float32(number) * interval) for number in range(count)]
 
     def _sample(self, info: FilmInfo, options: Options, most: int) -> list[int]:

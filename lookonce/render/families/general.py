@@ -43,10 +43,18 @@ from lookonce.types.media import (
     Modality,
     ProcessedItem,
 )
-from lookonce.types.model import MEDIA_TOKENS, ONE_IN_A_PROMPT, general_modalities
+from lookonce.types.model import (
+    MEDIA_TOKENS,
+    ONE_IN_A_PROMPT,
+    general_modalities,
+    has_axes,
+    media_token,
+)
 
-NOT_OF_ITEMS = frozenset({"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"})
-"""What a processor gives by token of the prompt."""
+TOKEN_TYPES = "token_type_ids"
+"""How the names end of what a processor says of each token of the prompt."""
+MODALITY_TYPES = "mm_token_type_ids"
+"""How those end that say which tokens are of pictures."""
 ARGUMENTS: dict[Modality, str] = {"image": "images", "audio": "audio", "video": "images"}
 LONGEST_SOUND = 30.0
 """Seconds; the window of Whisper's extractor, which cuts what is longer without an error."""
@@ -74,7 +82,9 @@ TEXT_AROUND: dict[str, tuple[str, str]] = {"gemma3": ("\n\n", "\n\n"), "gemma3n"
 class GeneralProcessing(ProcessorFamily):
     """Items have whatever arrays the model's processor gives for one item."""
 
+    arithmetic = 2
     needs_torch = True
+    takes_arrays = False
 
     def __init__(self, files: ProcessorFiles, dtype: str) -> None:
         super().__init__(files, dtype)
@@ -93,6 +103,7 @@ class GeneralProcessing(ProcessorFamily):
             self.modalities = tuple(each for each in self.modalities if each != "video")
         elif "video" in self._placeholders:
             self._placeholders["video"] = film
+        self._has_axes = has_axes(files.config.get("text_config") or {})
         self._around = TEXT_AROUND.get(str(files.config.get("model_type")), ("", ""))
         if "audio" in self.modalities:
             sound = files.feature_extractor
@@ -174,10 +185,17 @@ class GeneralProcessing(ProcessorFamily):
             raise UnprocessableMediaError(
                 f"the model's processor refuses the {modality} ({type(error).__name__})"
             ) from error
-        ids = self._without_text_around(ids)
-        arrays = {name: value for name, value in found.items() if name not in NOT_OF_ITEMS}
+        own = self._own_tokens(ids)
+        arrays = {name: value for name, value in found.items() if not name.endswith(TOKEN_TYPES)}
+        for name, value in found.items():
+            if name.endswith(MODALITY_TYPES) and value.shape == (1, len(ids)):
+                types = np.frombuffer(value.data, value.dtype)
+                arrays[name] = stored_array(types[None, own], value.dtype)
+        ids = ids[own]
+        arrays["input_ids"] = stored_array(np.array([ids], np.int64), "int64")
         runs = tuple((token, len(list(same))) for token, same in groupby(ids))
-        expansion = Expansion(runs, self._tokens[modality], self._grid(modality, arrays))
+        token = media_token(self.files.config, modality)
+        expansion = Expansion(runs, token, self._grid(modality, arrays))
         if not expansion.num_embeds:
             raise UnprocessableMediaError(f"the model's processor gives the {modality} no tokens")
         return ProcessedItem(modality, arrays, expansion)
@@ -256,11 +274,12 @@ class GeneralProcessing(ProcessorFamily):
         if found != ids and not any(self._around):
             raise ModelLoadError("its processor gives neighbouring items other tokens")
 
-    def _without_text_around(self, ids: list[int]) -> list[int]:
+    def _own_tokens(self, ids: list[int]) -> slice:
+        """Where an item's tokens are among those that the processor gives for it alone."""
         before, after = (self._encoded(text) for text in self._around)
         if ids[: len(before)] == before and ids[len(ids) - len(after) :] == after:
-            return ids[len(before) : len(ids) - len(after)]
-        return ids
+            return slice(len(before), len(ids) - len(after))
+        return slice(0, len(ids))
 
     def _run(
         self,
@@ -269,18 +288,32 @@ class GeneralProcessing(ProcessorFamily):
         options: Mapping[str, object] = NO_OPTIONS,
     ) -> tuple[list[int], dict[str, Array]]:
         """The token ids and arrays that the processor makes of a prompt."""
-        given: dict[str, list[Any]] = {}
-        for modality, items in media.items():
+        try:
             # As `apply_chat_template` gives them: pictures in a list for each prompt.
-            given[ARGUMENTS[modality]] = list(items) if modality == "audio" else [list(items)]
-        found = dict(
-            self._processor(
-                text=[text], add_special_tokens=False, return_tensors="pt", **given, **options
-            )
-        )
+            found = self._processed(text, media, options, nested=True)
+        except ValueError:
+            found = self._processed(text, media, options, nested=False)
         ids = [int(token) for token in found.pop("input_ids")[0]]
         found.pop("attention_mask", None)
         return ids, {name: _as_array(name, value, self.dtype) for name, value in found.items()}
+
+    def _processed(
+        self,
+        text: str,
+        media: Mapping[Modality, Sequence[Decoded]],
+        options: Mapping[str, object],
+        *,
+        nested: bool,
+    ) -> dict[str, Any]:
+        given: dict[str, Any] = dict(options)
+        for modality, items in media.items():
+            several = nested and modality != "audio"
+            given[ARGUMENTS[modality]] = [list(items)] if several else list(items)
+        if self._has_axes:
+            given["return_mm_token_type_ids"] = True  # the model finds positions by them
+        return dict(
+            self._processor(text=[text], add_special_tokens=False, return_tensors="pt", **given)
+        )
 
     def _encoded(self, text: str) -> list[int]:
         return list(self._processor.tokenizer.encode(text, add_special_tokens=False))

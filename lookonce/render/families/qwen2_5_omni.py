@@ -1,23 +1,33 @@
-"""Qwen2.5-Omni's thinker: Qwen2-VL's pictures, and sound as log-mel frames. Nano is of this type.
+"""Qwen2.5-Omni's and Qwen3-Omni's thinkers: Qwen2-VL's pictures, and sound as log-mel frames.
 
-A folder has the thinker alone or, as published, the talker too, which is not used.
+Nano is of Qwen2.5-Omni's type. A folder has the thinker alone or, as published, the talker too,
+which is not used.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
+from numpy.typing import NDArray
 from PIL import Image
 
 from lookonce.errors import ModelLoadError, UnprocessableMediaError
 from lookonce.render.families.arrays import Arrays, check_arrays, float_array, refuse_arrays
 from lookonce.render.families.base import Decoded, Options, ProcessorFamily, token_id
+from lookonce.render.families.film import OPTION_NAMES as FILM_OPTIONS
+from lookonce.render.families.film import FilmInfo, FilmLayout, QwenFilms
 from lookonce.render.families.processor_files import ProcessorFiles, whisper_feature_extractor
 from lookonce.render.families.qwen2_5_vl import OPTION_NAMES, QwenImages
 from lookonce.render.families.whisper import MelSettings, log_mel, num_frames
 from lookonce.types.media import Expansion, Modality, ProcessedItem
+
+LONGEST_SOUND = 2400.0
+"""Seconds of sound that Qwen3-Omni is published for; nothing in its folder says it."""
+FILM_SIZE = {"shortest_edge": 128 * 32 * 32, "longest_edge": 768 * 32 * 32}
+"""Pixels of a frame of a film: Qwen3-Omni's processor says it, whatever its folder has."""
 
 
 class Qwen2_5OmniProcessing(ProcessorFamily):  # noqa: N801
@@ -82,18 +92,28 @@ class Qwen2_5OmniProcessing(ProcessorFamily):  # noqa: N801
             return self.images.process(decoded, options)
         assert isinstance(decoded, np.ndarray)
         expansion = self._audio_expansion(len(decoded))
-        features = log_mel(decoded, self._mel)
+        features = self._features(decoded)
         arrays = {"input_features": float_array(features, self.dtype)}
         return ProcessedItem(modality="audio", arrays=arrays, expansion=expansion)
 
     def _audio_expansion(self, num_samples: int) -> Expansion:
-        """Two strided convolutions over the frames: about 25 tokens a second."""
-        frames = num_frames(num_samples, self.hop_length, self._silence_before)
-        return self._frames_expansion(frames)
+        """About 25 tokens a second, of two strided steps over the frames."""
+        return self._frames_expansion(self._num_frames(num_samples))
+
+    def _num_frames(self, num_samples: int) -> int:
+        return num_frames(num_samples, self.hop_length, self._silence_before)
+
+    def _features(self, samples: NDArray[np.float32]) -> NDArray[np.float32]:
+        """[mel bins, frames] without padding."""
+        return log_mel(samples, self._mel)
+
+    def _num_tokens(self, frames: int) -> int:
+        """Below 1 for a sound that is too short."""
+        halved = (frames - 1) // 2 + 1
+        return (halved - 2) // 2 + 1
 
     def _frames_expansion(self, frames: int) -> Expansion:
-        halved = (frames - 1) // 2 + 1
-        tokens = (halved - 2) // 2 + 1
+        tokens = self._num_tokens(frames)
         if tokens < 1:
             raise UnprocessableMediaError("the audio is too short for this model")
         return Expansion(((self.audio_token_id, tokens),), self.audio_token_id)
@@ -108,3 +128,82 @@ class Qwen2_5OmniProcessing(ProcessorFamily):  # noqa: N801
             max_samples=extractor.n_samples,
             silence_before=self._silence_before,
         )
+
+
+class Qwen3OmniProcessing(Qwen2_5OmniProcessing):
+    """Sound without silence around it, in spans of a second that are downsampled eightfold, each by
+    itself: 13 tokens a second. Films as Qwen2.5-VL's, without their sound."""
+
+    model_types = ("qwen3_omni_moe_thinker", "qwen3_omni_moe")
+    modalities = ("image", "audio", "video")
+
+    def __init__(self, files: ProcessorFiles, dtype: str) -> None:
+        super().__init__(files, dtype)
+        if self._silence_before:
+            raise ModelLoadError("a feature extractor that pads on the left is not supported here")
+        thinker = files.config.get("thinker_config") or files.config
+        sound = thinker.get("audio_config") or {}
+        self._span_frames = 2 * int(sound.get("n_window", 50))
+        self.max_audio_seconds = LONGEST_SOUND
+        bounds = {"min_pixels": None, "max_pixels": None, "size": FILM_SIZE}
+        self.films = QwenFilms(
+            {**files.video_processor, **bounds},
+            token_id(thinker, "video_token_id"),
+            dtype,
+            self.memory,
+            rule="omni",
+            tokens_per_second=float(thinker.get("position_id_per_seconds", 25)),
+        )
+
+    def placeholder_token_id(self, modality: Modality) -> int:
+        video = modality == "video"
+        return self.films.token_id if video else super().placeholder_token_id(modality)
+
+    def option_names(self) -> tuple[str, ...]:
+        return (*OPTION_NAMES, *FILM_OPTIONS)
+
+    def item_options(self, modality: Modality, kwargs: Mapping[str, object]) -> Options:
+        if modality == "video":
+            return self.films.options(kwargs)
+        return super().item_options(modality, kwargs)
+
+    def film_layout(self, info: FilmInfo, options: Options, most_frames: int) -> FilmLayout:
+        return self.films.layout(info, options, most_frames)
+
+    def expansion_of_arrays(self, modality: Modality, arrays: Arrays) -> Expansion:
+        if modality == "video":
+            return self.films.expansion_of_arrays(arrays)
+        return super().expansion_of_arrays(modality, arrays)
+
+    def process(self, modality: Modality, decoded: Decoded, options: Options) -> ProcessedItem:
+        if isinstance(decoded, tuple):
+            return self.films.process(decoded, options)
+        return super().process(modality, decoded, options)
+
+    def largest_size(self, modality: Modality, max_tokens: int) -> tuple[int, ...] | None:
+        if modality == "video":
+            return None
+        if modality == "image" or max_tokens < 1:
+            return super().largest_size(modality, max_tokens)
+        frames = int(self.max_audio_seconds * self.sampling_rate) // self.hop_length
+        spans = max_tokens // self._num_tokens(self._span_frames)
+        frames = min(frames, spans * self._span_frames or 8 * max_tokens)
+        return (frames * self.hop_length,)
+
+    def _num_frames(self, num_samples: int) -> int:
+        return num_samples // self.hop_length
+
+    def _features(self, samples: NDArray[np.float32]) -> NDArray[np.float32]:
+        mel = replace(self._mel, max_samples=len(samples))
+        return log_mel(samples, mel)
+
+    def _num_tokens(self, frames: int) -> int:
+        spans, rest = divmod(frames, self._span_frames)
+        return spans * _eighth(self._span_frames) + _eighth(rest)
+
+
+def _eighth(frames: int) -> int:
+    """Tokens of a span: three convolutions of stride 2."""
+    for _ in range(3):
+        frames = (frames + 1) // 2
+    return frames

@@ -13,7 +13,7 @@ from lookonce.render.families.idefics3 import Idefics3Processing
 from lookonce.render.families.llava import LlavaProcessing
 from lookonce.render.families.pixtral import PixtralProcessing
 from lookonce.render.families.processor_files import Json, read_processor_files
-from lookonce.render.families.qwen2_5_omni import Qwen2_5OmniProcessing
+from lookonce.render.families.qwen2_5_omni import Qwen2_5OmniProcessing, Qwen3OmniProcessing
 from lookonce.render.families.qwen2_5_vl import Qwen2_5VLProcessing
 from lookonce.render.families.qwen2_audio import Qwen2AudioProcessing
 from lookonce.render.families.speech import (
@@ -35,6 +35,7 @@ FAMILIES: dict[str, type[ProcessorFamily]] = {
         Idefics3Processing,
         Qwen2_5VLProcessing,
         Qwen2_5OmniProcessing,
+        Qwen3OmniProcessing,
         Qwen2AudioProcessing,
         VoxtralProcessing,
         VoxtralRealtimeProcessing,
@@ -75,7 +76,10 @@ def media_examples(folder: str | Path, dtype: str) -> tuple[MediaExample, ...]:
     model_type = str(family.files.config["model_type"])
     try:
         return family.examples()
-    except (ModelLoadError, UnprocessableMediaError) as error:
+    except UnprocessableMediaError as error:
+        reason = f"{error.message}: {error.__cause__}" if error.__cause__ else error.message
+        raise unsupported(model_type, reason[:300]) from error
+    except ModelLoadError as error:
         raise unsupported(model_type, error.message) from error
     except (LookupError, RuntimeError, TypeError, ValueError) as error:
         reason = f"its processor takes no prompt with several items ({error})"

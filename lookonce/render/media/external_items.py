@@ -68,6 +68,8 @@ class ExternalItem:
     """`(start, end)`, relative to `offset`, of the positions that take encoder output."""
     kwargs_data: str | None = None
     media_data: str | None = None
+    film_time: int | None = None
+    """`MediaFeature.film_time`."""
 
 
 class ExternalItemResolver:
@@ -201,7 +203,10 @@ def place_external_items(
         end = start + item.expansion.length
         if list(token_ids[start:end]) != item.expansion.token_ids():
             raise _misplaced(external, "the tokens there are not the item's placeholder")
-        features.append(feature_at(item.key, external.modality, item.expansion, start))
+        time = external.film_time
+        if time is not None and external.modality != "video":
+            raise _misplaced(external, "only an item of a film has a film_time")
+        features.append(feature_at(item.key, external.modality, item.expansion, start, time))
     return tuple(features)
 
 

@@ -7,11 +7,16 @@
 
 The resolver looks up each item (`families.film`) as it does a picture. So a window that moved on,
 or a longer cut of the same film, decodes, processes and encodes only what is new.
+
+A uuid names a film, or one frame of a list. Bound to it are 32 bytes each: to a film's its
+`FilmInfo`, to that and the frames of an item the item's MediaHash; to a frame's its digest, and its
+size. So a film that is only named has the same layout, and its items are found by their hashes.
 """
 
 from __future__ import annotations
 
 import asyncio
+import struct
 from collections import OrderedDict
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, replace
@@ -24,6 +29,8 @@ from blake3 import blake3
 from lookonce.config import MediaConfig
 from lookonce.errors import (
     BadRequestError,
+    ConflictError,
+    MediaNotCachedError,
     RequestError,
     TooLargeError,
     UnprocessableMediaError,
@@ -41,6 +48,7 @@ from lookonce.render.media.loader import (
     too_large,
 )
 from lookonce.render.media.processing import MediaJob, Processed, pack_frames
+from lookonce.render.media.resolver import NameBindings
 from lookonce.render.media.single_flight import SingleFlight
 from lookonce.types.logs import current_request_id
 
@@ -48,6 +56,10 @@ INDEX_BYTES = 16 << 20
 """Bytes of the digests of films that are kept."""
 FRAMES_AT_ONCE = 16
 """Frames of a file that one job decodes."""
+FILM_RECORD = struct.Struct("<IdII?11x")
+"""A `FilmInfo` in the 32 bytes that a uuid is bound to."""
+SIZE_RECORD = struct.Struct("<II24x")
+"""Width and height of a frame, likewise."""
 
 
 class FilmFamily(Protocol):
@@ -59,6 +71,9 @@ class FilmFamily(Protocol):
 class FilmWork(Protocol):
     """Loads films and works on them; implemented by `resolver.MediaResolver`."""
 
+    @property
+    def uuids(self) -> NameBindings: ...
+
     async def load(self, source: MediaSource, scope: bytes, tenant: str = "") -> Encoded: ...
 
     async def run_job(self, job: MediaJob) -> Processed: ...
@@ -68,8 +83,30 @@ class FilmWork(Protocol):
 class OpenFilm:
     """A film whose items are known: `sources` has one for each item of the layout."""
 
+    info: FilmInfo
     layout: FilmLayout
     sources: tuple[MediaSource, ...]
+    names: tuple[Name, ...] = ()
+    """To be bound when the content is known to be good: `Films.bind`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Name:
+    """What a uuid of a client stands for: 32 bytes. `param` is the part or frame that has it."""
+
+    name: str
+    value: bytes
+    param: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Frame:
+    """A frame of a list. `data` is None where only a uuid named it."""
+
+    digest: bytes
+    size: tuple[int, int]
+    data: Encoded | None
+    source: MediaSource
 
 
 class Films:
@@ -92,7 +129,7 @@ class Films:
         """Raises a `RequestError` that names the part."""
         try:
             if source.origin == "nothing":
-                raise UnprocessableMediaError("a film is sent whole: it has no uuid of its own")
+                return self._open_named(source, scope, options)
             if source.frames or source.is_frame_list:
                 return await self._open_list(source, scope, options, tenant)
             return await self._open_file(source, scope, options, tenant)
@@ -101,17 +138,78 @@ class Films:
                 raise
             raise for_part(error, source.param) from None
 
+    def bind(self, film: OpenFilm, scope: bytes) -> None:
+        """Bind the uuids of a film whose items could be made. Raises `ConflictError`."""
+        for each in film.names:
+            self._work.uuids.bind(scope, each.name, each.value, param=each.param)
+
+    # --- names --------------------------------------------------------------------------------
+
+    def _open_named(self, source: MediaSource, scope: bytes, options: Options) -> OpenFilm:
+        """A film of which only the uuid came."""
+        record = self._work.uuids.resolve(scope, _name("film", source.uuid))
+        if record is None:
+            raise _not_held(source.param)
+        info = FilmInfo(*FILM_RECORD.unpack(record))
+        layout = self._family.film_layout(info, options, self._max_frames)
+        made = [
+            replace(source, uuid=_item_name(source, item.frames), options=layout.options)
+            for item in layout.items
+        ]
+        return OpenFilm(info, layout, tuple(made))
+
+    def _names(self, source: MediaSource, scope: bytes, info: FilmInfo) -> list[Name]:
+        if source.uuid is None:
+            return []
+        record = FILM_RECORD.pack(info.num_frames, info.fps, info.width, info.height, info.chosen)
+        return self._unbound([Name(_name("film", source.uuid), record, source.param)], scope)
+
+    def _unbound(self, names: list[Name], scope: bytes) -> list[Name]:
+        """Raises `ConflictError` for a name that stands for something else already."""
+        for each in names:
+            if self._work.uuids.resolve(scope, each.name) not in (None, each.value):
+                raise ConflictError(
+                    f"{each.param}: this uuid is bound to other media", param=each.param
+                )
+        return names
+
     # --- lists of frames ----------------------------------------------------------------------
 
     async def _open_list(
         self, source: MediaSource, scope: bytes, options: Options, tenant: str
     ) -> OpenFilm:
-        frames = await self._listed(source, scope, tenant)
-        if sum(map(len, frames)) > OFF_LOOP_BYTES:
-            return await asyncio.to_thread(self._list_items, source, frames, options)
-        return self._list_items(source, frames, options)
+        listed, loaded = await self._listed(source, scope, tenant)
+        named = {
+            number: self._named_frame(each, scope)
+            for number, each in enumerate(listed)
+            if each.origin == "nothing"
+        }
+        if sum(map(len, loaded.values())) > OFF_LOOP_BYTES:
+            sent = await asyncio.to_thread(_read_frames, listed, loaded)
+        else:
+            sent = _read_frames(listed, loaded)
+        found = {**named, **sent}
+        frames = [found[number] for number in range(len(found))]
+        film = self._list_items(source, frames, options)
+        names = self._names(source, scope, film.info)
+        names += self._unbound(
+            [name for each in sent.values() for name in _frame_names(each)], scope
+        )
+        return replace(film, names=tuple(names))
 
-    async def _listed(self, source: MediaSource, scope: bytes, tenant: str) -> list[Encoded]:
+    def _named_frame(self, source: MediaSource, scope: bytes) -> _Frame:
+        digest, size = (
+            self._work.uuids.resolve(scope, _name(kind, source.uuid)) for kind in FRAME_NAMES
+        )
+        if digest is None or size is None:
+            raise _not_held(source.param)
+        width, height = SIZE_RECORD.unpack(size)
+        return _Frame(digest, (width, height), None, source)
+
+    async def _listed(
+        self, source: MediaSource, scope: bytes, tenant: str
+    ) -> tuple[Sequence[MediaSource], dict[int, Encoded]]:
+        """The sources of the frames, and the bytes of those that came, by number."""
         if source.frames:
             self._check_count(len(source.frames))
             slots, left = asyncio.Semaphore(8), self._max_bytes
@@ -125,11 +223,16 @@ class Films:
                         raise too_large(source.param, self._max_bytes)
                     return data
 
-            return await _all([load(frame) for frame in source.frames])
+            sent = [n for n, each in enumerate(source.frames) if each.origin != "nothing"]
+            loaded = await _all([load(source.frames[number]) for number in sent])
+            return source.frames, dict(zip(sent, loaded, strict=True))
         self._check_count(source.value.count(",", source.start) + 1)
         if source.size > OFF_LOOP_BYTES:
-            return await asyncio.to_thread(self._split, source)
-        return self._split(source)
+            frames = await asyncio.to_thread(self._split, source)
+        else:
+            frames = self._split(source)
+        whole = replace(source, value="", uuid=None, frames=())
+        return [whole] * len(frames), dict(enumerate(frames))
 
     def _check_count(self, count: int) -> None:
         if count > self._max_frames:
@@ -150,33 +253,43 @@ class Films:
         return found
 
     def _list_items(
-        self, source: MediaSource, frames: Sequence[Encoded], options: Options
+        self, source: MediaSource, frames: Sequence[_Frame], options: Options
     ) -> OpenFilm:
-        sizes = [_size_of(frame, number) for number, frame in enumerate(frames)]
-        width, height = sizes[0]
-        for number, size in enumerate(sizes):
-            if size != sizes[0]:
+        width, height = frames[0].size
+        for number, frame in enumerate(frames):
+            if frame.size != (width, height):
                 raise UnprocessableMediaError(
-                    f"frame {number} of the film is {size[0]} x {size[1]}, the first one {width} x "
-                    f"{height}: all must be of one size"
+                    f"frame {number} of the film is {frame.size[0]} x {frame.size[1]}, the first "
+                    f"one {width} x {height}: all must be of one size"
                 )
         fps = source.fps or LISTED_FPS
         check_film(len(frames), fps, width, height, self._limits)
         info = FilmInfo(len(frames), fps, width, height, chosen=True)
         layout = self._family.film_layout(info, options, self._max_frames)
         made = [
-            replace(
-                source,
-                data=pack_frames([bytes(frames[index]) for index in item.frames]),
-                origin="inline",
-                value="",
-                uuid=None,
-                frames=(),
-                options=layout.options,
-            )
+            self._list_item(source, item.frames, [frames[n] for n in item.frames], layout.options)
             for item in layout.items
         ]
-        return OpenFilm(layout, tuple(made))
+        return OpenFilm(info, layout, tuple(made))
+
+    @staticmethod
+    def _list_item(
+        source: MediaSource, numbers: tuple[int, ...], frames: Sequence[_Frame], options: Options
+    ) -> MediaSource:
+        """One item; without bytes where one of its frames is only named."""
+        data = [frame.data for frame in frames if frame.data is not None]
+        missing = next((frame.source.param for frame in frames if frame.data is None), None)
+        return replace(
+            source,
+            origin="inline" if missing is None else "nothing",
+            value="",
+            param=source.param if missing is None else missing,
+            uuid=_item_name(source, numbers),
+            frames=(),
+            options=options,
+            identity=LISTED + b"".join(frame.digest for frame in frames),
+            load=_Pack(data) if missing is None else None,
+        )
 
     # --- files --------------------------------------------------------------------------------
 
@@ -195,14 +308,14 @@ class Films:
                 source,
                 origin="inline",
                 value="",
-                uuid=None,
+                uuid=_item_name(source, item.frames),
                 options=layout.options,
                 identity=index.digests_of(item.frames),
                 load=_Load(film, item.frames),
             )
             for item in layout.items
         ]
-        return OpenFilm(layout, tuple(made))
+        return OpenFilm(info, layout, tuple(made), tuple(self._names(source, scope, info)))
 
     async def _index(self, data: bytes, scope: bytes, tenant: str) -> FilmIndex:
         hashed = await asyncio.to_thread(_digest, scope, data)
@@ -230,6 +343,16 @@ class Films:
             _, dropped = self._indexes.popitem(last=False)
             self._index_bytes -= len(dropped.digests)
         return index
+
+
+@dataclass(frozen=True, slots=True)
+class _Pack:
+    """The frames of one item of a list, when they are needed."""
+
+    frames: Sequence[Encoded]
+
+    async def __call__(self) -> Encoded:
+        return pack_frames([bytes(frame) for frame in self.frames])
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,6 +461,46 @@ def _read_index(made: Processed) -> FilmIndex:
     if not index.num_frames or len(index.digests) % 32:
         raise UnprocessableMediaError("the film cannot be read")
     return index
+
+
+LISTED = b"listed"
+"""What the identity of an item of a list begins with; a file's digests are those of its packets."""
+FRAME_NAMES = ("frame", "frame size")
+
+
+def _name(kind: str, uuid: str | None) -> str:
+    return msgspec.json.encode([kind, uuid]).decode()
+
+
+def _item_name(source: MediaSource, frames: tuple[int, ...]) -> str | None:
+    """The name of an item of a film that has one: its frames, of which film."""
+    if source.uuid is None:
+        return None
+    return msgspec.json.encode([source.uuid, frames]).decode()
+
+
+def _frame_names(frame: _Frame) -> list[Name]:
+    if frame.source.uuid is None:
+        return []
+    values = frame.digest, SIZE_RECORD.pack(*frame.size)
+    return [
+        Name(_name(kind, frame.source.uuid), value, frame.source.param)
+        for kind, value in zip(FRAME_NAMES, values, strict=True)
+    ]
+
+
+def _read_frames(sources: Sequence[MediaSource], loaded: dict[int, Encoded]) -> dict[int, _Frame]:
+    """Sizes and digests of the frames that came. Raises `UnprocessableMediaError`."""
+    return {
+        number: _Frame(blake3(data).digest(), _size_of(data, number), data, sources[number])
+        for number, data in loaded.items()
+    }
+
+
+def _not_held(param: str) -> MediaNotCachedError:
+    return MediaNotCachedError(
+        f"{param}: no media is held under this uuid; send it again", param=param
+    )
 
 
 def _size_of(frame: Encoded, number: int) -> tuple[int, int]:

@@ -175,10 +175,16 @@ def _film_source(
     return found if rate is None else replace(found, fps=rate)
 
 
-def _frame_source(url: object, param: str) -> MediaSource:
+def _frame_source(frame: object, param: str) -> MediaSource:
+    """The source of one frame: a URL, `{"url": ..., "uuid": ...}`, or a uuid alone."""
+    uuid, url = None, frame
+    if isinstance(frame, Mapping):
+        uuid, url = _uuid(frame, param), frame.get("url")
+        if url is None and uuid is not None:
+            return MediaSource("video", "nothing", "", param, uuid)
     if not isinstance(url, str) or not url:
         raise BadRequestError(f"{param}: a frame is the URL of a picture", param=param)
-    return source_of_url(url, "video", param)
+    return source_of_url(url, "video", param, uuid)
 
 
 def source_of_url(url: str, modality: Modality, param: str, uuid: str | None = None) -> MediaSource:

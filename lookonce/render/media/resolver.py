@@ -358,6 +358,10 @@ class MediaResolver:
 
     # --- films --------------------------------------------------------------------------------
 
+    @property
+    def uuids(self) -> NameBindings:
+        return self._uuids
+
     async def load(self, source: MediaSource, scope: bytes, tenant: str = "") -> Encoded:
         """The encoded bytes of a source. Raises a `RequestError` that names the part."""
         return await self._loader.load(source, scope, tenant=tenant)
@@ -419,14 +423,14 @@ class MediaResolver:
 
     def _identify_now(self, source: MediaSource, prompt: _Prompt) -> ResolvedPart | None:
         """The part, if its content is known without waiting. Raises `RequestError`."""
+        if source.identity is not None:
+            return self._identified(source, prompt, self._hash(source, prompt, b""), None)
         if source.origin == "nothing":
             name = _uuid_name(source, _options_of(source, prompt))
             digest = self._uuids.resolve(prompt.scope, name)
             if digest is None:
                 raise _not_cached(source)
             return self._identified(source, prompt, digest, None)
-        if source.identity is not None:
-            return self._identified(source, prompt, self._hash(source, prompt, b""), None)
         if source.origin != "inline" or source.size > OFF_LOOP_BYTES:
             return None
         data = source.inline_bytes(self._max_bytes)

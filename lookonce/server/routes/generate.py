@@ -162,7 +162,7 @@ class GenerateResponseBuilder:
         limit = services.max_model_len() or len(body.token_ids)
         self._media = external_media(
             body.features,
-            services.config.media.limit_per_prompt,
+            services.config.media.items_per_prompt,
             min(limit, len(body.token_ids)),
         )
 
@@ -255,11 +255,13 @@ ItemOf = Callable[[RenderedItem], Awaitable[ProcessedItem | None]]
 
 class Placeholder(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Where an item's tokens are. `is_embed` says which of them take encoder output: one boolean
-    per token, or `[start, end]` pairs relative to `offset`; null for all."""
+    per token, or `[start, end]` pairs relative to `offset`; null for all. `film_time`: how far an
+    item of a film lies after the film's beginning, for models whose positions say it."""
 
     offset: Start
     length: Count
     is_embed: list[bool | tuple[int, int]] | None = None
+    film_time: Start | None = None
 
 
 class Features(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -314,6 +316,7 @@ def _items(features: Features, modality: Modality, num_tokens: int) -> list[Exte
             kwargs_data=None if kwargs is None else kwargs[number],
             media_data=None if media is None else media[number],
             param=f"features.mm_hashes.{modality}[{number}]",
+            film_time=place.film_time,
         )
         for number, (name, place) in enumerate(zip(names, placeholders, strict=True))
     ]
@@ -353,6 +356,7 @@ async def features_of(
     """The `features` of a rendered prompt; None without media.
 
     An item that the client named by uuid, without its file, is given by its hash in any form.
+    Items of films, which are parts of a file, are given as tensors instead of the file.
     """
     if not rendered.items:
         return None
@@ -361,13 +365,19 @@ async def features_of(
     for item, feature in zip(rendered.items, rendered.features, strict=True):
         features.mm_hashes.setdefault(item.modality, []).append(item.media_hash.hex())
         features.mm_placeholders.setdefault(item.modality, []).append(_placeholder(feature))
-        payload = await _payload(item, form, item_of)
+        payload = await _payload(item, _carried_as(item.modality, form), item_of)
         payloads.setdefault(item.modality, []).append(payload)
-    if form == "encoded":
-        features.media_data = dict(payloads)
-    elif form == "tensors":
-        features.kwargs_data = dict(payloads)
+    for modality, entries in payloads.items():
+        match _carried_as(modality, form):
+            case "encoded":
+                features.media_data = {**(features.media_data or {}), modality: entries}
+            case "tensors":
+                features.kwargs_data = {**(features.kwargs_data or {}), modality: entries}
     return features
+
+
+def _carried_as(modality: str, form: MediaForm) -> MediaForm:
+    return "tensors" if modality == "video" and form == "encoded" else form
 
 
 async def _payload(item: RenderedItem, form: MediaForm, item_of: ItemOf) -> str | None:
@@ -386,6 +396,7 @@ def _placeholder(feature: MediaFeature) -> Placeholder:
         offset=feature.offset,
         length=feature.length,
         is_embed=cast("list[bool | tuple[int, int]] | None", runs),
+        film_time=feature.film_time,
     )
 
 

@@ -83,11 +83,12 @@ async def render_chat(request: Request) -> Response:
             options=chat_options(body, tools),
         )
         usage.generated(rendered.num_tokens)
-        if any(feature.modality == "video" for feature in rendered.features):
+        has_film = any(feature.modality == "video" for feature in rendered.features)
+        if has_film and body.media != "reference" and not services.readonly.takes_arrays:
             raise BadRequestError(
-                "a prompt with a film cannot be carried to /inference/v1/generate: send it to "
-                "/v1/chat/completions",
-                param="messages",
+                "films of this model are carried to /inference/v1/generate by reference alone: say "
+                '"media": "reference", once the film was sent to /v1/chat/completions',
+                param="media",
             )
         features = await features_of(rendered, body.media, services.readonly.item_of)
         answer = _body(services, body, request_id, rendered, sampling)

@@ -17,6 +17,7 @@ from PIL import Image
 from lookonce.types.model import ONE_IN_A_PROMPT
 from tests.support.drawing import audio_part, image_part, text_part
 from tests.support.model.cases import picture, sound
+from tests.support.model.films import film_part
 from tests.support.model_folders.make import KINDS
 from tests.support.nodes import engine_node, render_node, run
 from tests.support.render.counted import counts_of
@@ -106,6 +107,7 @@ def chats_of(kind, modalities) -> list[dict[str, object]]:
     parts = [PICTURES] * ("image" in modalities) + [sounds] * ("audio" in modalities)
     if len(parts) == 2:
         parts.append((*SOUNDS[:1], *PICTURES[:1]))
+    parts += [(film_part(range(3), 4.0),)] * ("video" in modalities)
     contents = [[text_part("Look. "), *part, text_part(" What now?")] for part in parts]
     return [{"messages": [{"role": "user", "content": c}], **SAMPLING} for c in contents]
 
@@ -205,6 +207,39 @@ def test_by_reference_only_what_is_held_is_found(folder):
             answer = await engine.ok("/inference/v1/generate", body)
             assert spoken(answer) == spoken(whole)
             assert engine.jobs() == jobs
+
+    run(scenario())
+
+
+def test_films_of_a_model_that_takes_nothing_processed_are_carried_by_reference(folder):
+    chat = {
+        "messages": [{"role": "user", "content": [film_part(range(3)), text_part(" What?")]}],
+        **SAMPLING,
+    }
+
+    async def scenario():
+        async with engine_node(folder("media:internvl")) as engine:
+            for form in FORMS:
+                refused = await engine.post("/v1/chat/completions/render", {**chat, "media": form})
+                assert refused.status_code == 400
+                assert refused.json()["error"]["param"] == "media"
+            whole = await engine.ok("/v1/chat/completions", chat)
+            asked = {**chat, "media": "reference"}
+            body = await engine.ok("/v1/chat/completions/render", asked)
+            assert spoken(await engine.ok("/inference/v1/generate", body)) == spoken(whole)
+
+    run(scenario())
+
+
+def test_a_film_time_is_of_a_film_alone(folder):
+    async def scenario():
+        async with engine_node(folder("llava")) as engine:
+            (chat,) = chats_of("llava", ["image"])
+            body = await engine.ok("/v1/chat/completions/render", chat)
+            body["features"]["mm_placeholders"]["image"][0]["film_time"] = 3
+            refused = await engine.post("/inference/v1/generate", body)
+            assert refused.status_code == 400
+            assert "only an item of a film" in refused.json()["error"]["message"]
 
     run(scenario())
 

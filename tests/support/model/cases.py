@@ -65,6 +65,9 @@ class Processing:
     """How one family's media become items and arguments of `generate`; the default takes none."""
 
     sees = hears = False
+    short_among_long = True
+    """Whether transformers encodes a sound shorter than a second as it does alone when a longer one
+    is in the same prompt."""
 
     def __init__(self, folder: Path, config: Any) -> None:
         self.config = config
@@ -220,6 +223,23 @@ class QwenOmni(QwenVL):
         return {"input_features": padded, "feature_attention_mask": mask}
 
 
+class Qwen3Omni(QwenOmni):
+    short_among_long = False
+
+    def sound(self, wave):
+        found = self.sounds(
+            wave, sampling_rate=16000, padding=True, truncation=False,
+            return_attention_mask=True, return_tensors="np",
+        )  # fmt: skip
+        mel = found["input_features"][0]
+        assert mel.shape[1] == found["attention_mask"].sum()
+        spans, rest = divmod(mel.shape[1], 100)
+        token = self.config.audio_token_id
+        start, end = self.config.audio_start_token_id, self.config.audio_end_token_id
+        runs = ((start, 1), (token, 13 * spans + -(-rest // 8)), (end, 1))
+        return {"input_features": mel}, Expansion(runs, token)
+
+
 class QwenAudio(Processing):
     hears = True
 
@@ -263,6 +283,7 @@ PROCESSING: dict[str, type[Processing]] = {
     "qwen3_vl": QwenVL,
     "qwen3_vl_moe": QwenVL,
     "qwen2_5_omni_thinker": QwenOmni,
+    "qwen3_omni_moe_thinker": Qwen3Omni,
     "qwen2_audio": QwenAudio,
     "voxtral": Voxtral,
 }
@@ -281,6 +302,7 @@ class CaseMaker:
     def __init__(self, folder: Path, config: Any) -> None:
         self._processing = processing_for(folder, config)
         self.sees, self.hears = self._processing.sees, self._processing.hears
+        self.short_among_long = self._processing.short_among_long
 
     def case(self, *parts: Part) -> Case:
         """Text and media in order; equal media get equal keys."""
@@ -328,7 +350,7 @@ def _tensors(item: ProcessedItem) -> Tensors:
 KINDS = (
     *("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma2", "gemma3_text", "gpt_oss"),
     *("llava", "pixtral", "mistral3", "gemma3", "idefics3", "smolvlm"),
-    *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen2_5_omni", "nano"),
+    *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen2_5_omni", "nano", "qwen3_omni"),
     *("qwen2_audio", "voxtral"),
 )
 MAX_LOGIT_ERROR = 1e-4

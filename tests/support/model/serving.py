@@ -140,6 +140,7 @@ def media_cases(maker: CaseMaker) -> list[Case]:
     cases = [maker.case(*first), maker.case(TEXT), maker.case(*several), maker.case(*first)]
     if maker.sees and maker.hears:
         one, two, three = sounds()
+        two = two if maker.short_among_long else sound(2, 1.3)
         both = (picture(4), "and", two, "then", three, "ok")
         cases += [maker.case("Hear ", one, " what?"), maker.case(*both)]
     return cases

@@ -123,6 +123,20 @@ You are a helpful assistant.<|im_end|>
 {% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
 
+QWEN3_OMNI = """\
+{% for message in messages %}<|im_start|>{{ message['role'] }}
+{% if message['content'] is string %}{{ message['content'] }}<|im_end|>
+{% else %}{% for content in message['content'] %}\
+{% if content['type'] == 'image' or 'image' in content or 'image_url' in content %}\
+<|vision_start|><|image_pad|><|vision_end|>\
+{% elif content['type'] == 'audio' or 'audio' in content or 'audio_url' in content %}\
+<|audio_start|><|audio_pad|><|audio_end|>\
+{% elif content['type'] == 'video' or 'video' in content %}\
+<|vision_start|><|video_pad|><|vision_end|>\
+{% elif 'text' in content %}{{ content['text'] }}{% endif %}{% endfor %}<|im_end|>
+{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
 GEMMA3 = """\
 {{ bos_token }}
 {%- if messages[0]['role'] == 'system' -%}

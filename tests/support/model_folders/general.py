@@ -10,8 +10,16 @@ from tests.support.model_folders.base import CHATML, QWEN_ROLES, Config, FolderK
 
 WINDOW = 8
 MAX_WEIGHTS = 20_000_000
+SHARED_LAYERS = {
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_kv_shared_layers": 2,
+}
+OWN_EMBEDDINGS = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 320}
+"""Embeddings of each layer."""
 OWN_SIZES: dict[str, dict[str, Any]] = {
     "dots1": {"n_shared_experts": 1, "n_routed_experts": 4},
+    "gemma3n_text": {**SHARED_LAYERS, **OWN_EMBEDDINGS, "laurel_rank": 8, "intermediate_size": 128},
+    "gemma4_text": {**SHARED_LAYERS, **OWN_EMBEDDINGS, "global_head_dim": 32},
     "hunyuan_v1_dense": {"head_dim": 16},
     "hunyuan_v1_moe": {"head_dim": 16, "moe_topk": 2},
     "lfm2": {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},

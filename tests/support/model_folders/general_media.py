@@ -439,6 +439,474 @@ def _llama4(scale: Scale, ids: Mapping[str, int]) -> Json:
     }
 
 
+def _sam(scale: Scale, **over: Any) -> Json:
+    """A vision encoder of SAM's shape, whose attention stays inside windows."""
+    return {
+        "hidden_size": scale.vision_hidden,
+        "output_channels": 16,
+        "num_hidden_layers": scale.vision_layers,
+        "num_attention_heads": 2,
+        "mlp_dim": 2 * scale.vision_hidden,
+        "window_size": 8,
+        **over,
+    }
+
+
+def _got_ocr(scale: Scale, ids: Mapping[str, int]) -> Json:
+    return {
+        "vision_config": _sam(scale, image_size=256, patch_size=4, global_attn_indexes=[]),
+        "text_config": _text("qwen2", scale, ids),
+        "image_token_index": ids["<imgpad>"],
+    }
+
+
+def _aria(scale: Scale, ids: Mapping[str, int]) -> Json:
+    experts = {"moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 1}
+    return {
+        "vision_config": _vision(
+            scale, model_type="idefics3_vision", image_size=980, patch_size=140
+        ),
+        "text_config": _text("aria_text", scale, ids, **experts),
+        "image_token_index": ids["<image>"],
+        "projector_patch_to_query_dict": {49: 4},
+    }
+
+
+def _deepseek_vl_hybrid(scale: Scale, ids: Mapping[str, int]) -> Json:
+    return {
+        **_deepseek_vl(scale, ids),
+        "high_res_vision_config": _sam(
+            scale, image_size=64, patch_size=8, global_attn_indexes=[scale.vision_layers - 1]
+        ),
+    }
+
+
+def _deepseek_ocr2(scale: Scale, ids: Mapping[str, int]) -> Json:
+    sam = _sam(scale, image_size=192, patch_size=16, global_attn_indexes=[1])
+    encoder = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+    }
+    text = {
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "mlp_layer_types": ["dense", *["sparse"] * (scale.layers - 1)],
+    }
+    return {
+        "vision_config": {
+            "sam_config": {**sam, "downsample_channels": [24, 32]},
+            "encoder_config": encoder,
+        },
+        "text_config": _text("deepseek_ocr2_text", scale, ids, **text),
+        "image_token_id": ids["<image>"],
+    }
+
+
+def _glmga(scale: Scale, ids: Mapping[str, int]) -> Json:
+    return _glm("glm4v_vision", "glm4v_text")(scale, ids)
+
+
+def _cosmos3_edge(scale: Scale, ids: Mapping[str, int]) -> Json:
+    return {
+        "vision_config": _vision(scale, patch_size=14, num_patches=16, spatial_merge_size=2),
+        "text_config": _text("cosmos3_edge_text", scale, ids, rope_parameters=scale.mrope()),
+        "projector_hidden_size": 64,
+        **_qwen_tokens(ids),
+    }
+
+
+def _qwen_tokens(ids: Mapping[str, int]) -> Json:
+    return {
+        "image_token_id": ids["<|image_pad|>"],
+        "video_token_id": ids["<|video_pad|>"],
+        "vision_start_token_id": ids["<|vision_start|>"],
+        "vision_end_token_id": ids["<|vision_end|>"],
+    }
+
+
+def _deepstack_vision(scale: Scale, **over: Any) -> Json:
+    """Qwen3-VL's encoder, with features for two layers of the decoder."""
+    return _grid_vision(
+        scale,
+        temporal_patch_size=2,
+        out_hidden_size=scale.hidden,
+        num_position_embeddings=16,
+        deepstack_visual_indexes=[0, 1],
+        **over,
+    )
+
+
+def _cosmos3_omni(scale: Scale, ids: Mapping[str, int]) -> Json:
+    return {
+        "vision_config": _deepstack_vision(scale),
+        "text_config": _text("qwen3_vl_text", scale, ids, rope_parameters=scale.mrope()),
+        **_qwen_tokens(ids),
+    }
+
+
+def _cohere_compass(scale: Scale, ids: Mapping[str, int]) -> Json:
+    layers = ["sliding_attention", "full_attention"] * (scale.layers // 2)
+    rope = dict.fromkeys(("sliding_attention", "full_attention"), scale.mrope())
+    text = {"rope_parameters": rope, "sliding_window": 12, "layer_types": layers}
+    return {
+        "vision_config": _deepstack_vision(scale),
+        "text_config": _text("cohere_compass_text", scale, ids, logit_scale=0.5, **text),
+        "image_token_id": ids["<|IMAGE_PAD|>"],
+        "video_token_id": ids["<|VIDEO_PAD|>"],
+        "vision_start_token_id": ids["<|VISION_START|>"],
+        "vision_end_token_id": ids["<|VISION_END|>"],
+    }
+
+
+def _granite_docling(scale: Scale, ids: Mapping[str, int]) -> Json:
+    scales = {
+        "embedding_multiplier": 2.0,
+        "logits_scaling": 0.5,
+        "residual_multiplier": 0.5,
+        "attention_multiplier": 0.2,
+    }
+    return {
+        "vision_config": _vision(
+            scale,
+            image_size=64,
+            patch_size=8,
+            out_hidden_size=scale.hidden,
+            deepstack_visual_indexes=[0, 1],
+            use_fine_route=False,
+        ),
+        "text_config": _text("granite_docling_text", scale, ids, **scales),
+        "image_token_id": ids["<image>"],
+        "pad_token_id": ids["pad_token_id"],
+    }
+
+
+def _granite4_vision(scale: Scale, ids: Mapping[str, int]) -> Json:
+    parts = _llava_next(scale, ids)
+    qformer = {
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_attention_heads": 2,
+        "num_hidden_layers": 1,
+        "encoder_hidden_size": 64,
+    }
+    return {
+        **parts,
+        "vision_config": {**_clip(scale), "image_size": 56, "hidden_size": 64},
+        "text_config": _text("granite4_vision_text", scale, ids, residual_multiplier=0.5),
+        "qformer_config": qformer,
+        "downsample_rate": "1/2",
+        "deepstack_layer_map": [[-2, 0], [-1, 1]],
+        "spatial_target_layers": [1, 2, 3, 3],
+        "image_grid_pinpoints": [[56, 112], [112, 56], [112, 112]],
+    }
+
+
+def _hunyuan_vl(scale: Scale, ids: Mapping[str, int]) -> Json:
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 2, 2, 2]}
+    return {
+        "vision_config": _vision(
+            scale,
+            patch_size=14,
+            spatial_merge_size=2,
+            out_hidden_size=scale.hidden,
+            text_hidden_size=scale.hidden,
+            max_image_size=112,
+        ),
+        "text_config": _text("hunyuan_vl_text", scale, ids, rope_parameters=rope),
+        "image_token_id": ids["<image>"],
+        "im_start_id": ids["<im_start>"],
+        "im_end_id": ids["<im_end>"],
+        "im_newline_id": ids["<im_newline>"],
+        "tie_word_embeddings": True,
+    }
+
+
+def _ovis2(scale: Scale, ids: Mapping[str, int]) -> Json:
+    marks = ("<IMG_START>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>", "<IMG_END>")
+    return {
+        "vision_config": _vision(
+            scale, image_size=28, patch_size=14, vocab_size=16, num_visual_indicator_tokens=5
+        ),
+        "text_config": _text("qwen2", scale, ids),
+        "image_token_id": ids["<IMG_ATOM>"],
+        "visual_indicator_token_ids": [ids[mark] for mark in marks],
+        "vocab_size": scale.vocab,
+        "hidden_size": scale.hidden,
+    }
+
+
+def _emu3(scale: Scale, ids: Mapping[str, int]) -> Json:
+    codes = {f"<|visual token {code:06}|>": scale.vocab - 32 + code for code in range(16)}
+    return {
+        "vq_config": {
+            "codebook_size": 16,
+            "embed_dim": 4,
+            "latent_channels": 4,
+            "base_channels": 32,
+            "channel_multiplier": [1, 1, 1, 1],
+            "num_res_blocks": 1,
+            "attn_resolutions": [3],
+            "hidden_size": 32,
+        },
+        "text_config": _text("emu3_text_model", scale, ids),
+        "vocabulary_map": {
+            **codes,
+            "<|extra_200|>": ids["<|extra_200|>"],
+            "<image>": ids["<image>"],
+        },
+        "image_token_id": ids["<image>"],
+    }
+
+
+def _kimi_k25(scale: Scale, ids: Mapping[str, int]) -> Json:
+    return {
+        "vision_config": _vision(scale, patch_size=14, pos_emb_height=8, pos_emb_width=8),
+        "text_config": _latent_text("deepseek_v3", scale, ids),
+        "projection_hidden_size": scale.vision_hidden,
+        "image_token_id": ids["<|media_pad|>"],
+        "video_token_id": ids["<|video_pad|>"],
+    }
+
+
+def _latent_text(model_type: str, scale: Scale, ids: Mapping[str, int], **over: Any) -> Json:
+    """A text config with latent attention (MLA) and experts."""
+    sizes = {
+        "num_key_value_heads": scale.heads,
+        "moe_intermediate_size": 32,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "kv_lora_rank": 16,
+        "q_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 8,
+    }
+    text = {**_text(model_type, scale, ids), **sizes, **over}
+    del text["head_dim"]
+    return text
+
+
+def _muse_glimmer(scale: Scale, ids: Mapping[str, int]) -> Json:
+    layers = ["sliding_attention", "full_attention"] * (scale.layers // 2)
+    text = {
+        "sliding_window": 12,
+        "layer_types": layers,
+        "layer_rope_theta": [10000.0, 0] * (scale.layers // 2),
+        "final_logit_softcapping": 20.0,
+    }
+    return {
+        "vision_config": _vision(
+            scale,
+            patch_size=14,
+            pos_emb_height=8,
+            pos_emb_width=8,
+            max_position_embeddings=64,
+            layer_types=["window_attention", "full_attention"],
+        ),
+        "text_config": _text("muse_glimmer_text", scale, ids, **text),
+        "image_token_id": ids["<|patch|>"],
+        "video_token_id": ids["<|video|>"],
+        "out_hidden_size": 4 * scale.vision_hidden,
+        "projector_hidden_size": 64,
+    }
+
+
+def _minimax_m3_vl(scale: Scale, ids: Mapping[str, int]) -> Json:
+    text = {
+        "intermediate_size": 32,
+        "dense_intermediate_size": scale.ffn,
+        "shared_intermediate_size": 32,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "rotary_dim": scale.head_dim // 2,
+        "mlp_layer_types": ["dense", *["sparse"] * (scale.layers - 1)],
+        "layer_types": ["full_attention"] * scale.layers,
+    }
+    return {
+        "vision_config": _vision(scale, image_size=112, patch_size=14),
+        "text_config": _text("minimax_m3_vl_text", scale, ids, **text),
+        "image_token_index": ids["]<]image[>["],
+        "video_token_index": ids["]<]video[>["],
+        "projector_hidden_size": 64,
+        "merged_hidden_size": 4 * scale.hidden,
+    }
+
+
+def _step3p7(scale: Scale, ids: Mapping[str, int]) -> Json:
+    layers = ["sliding_attention", "full_attention"] * (scale.layers // 2)
+    text = {
+        "moe_intermediate_size": 32,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "share_expert_dim": 32,
+        "mlp_layer_types": ["dense", *["sparse"] * (scale.layers - 1)],
+        "layer_types": layers,
+        "sliding_window": 12,
+        "num_sliding_attention_heads": scale.heads,
+        "query_pre_attn_scalar": 16,
+    }
+    rope = {"rope_type": "default", "rope_theta": 10000.0}
+    text["rope_parameters"] = {"full_attention": rope, "sliding_attention": rope}
+    return {
+        "vision_config": _vision(
+            scale, image_size=112, patch_size=14, max_position_embeddings=64, mlp_ratio=2.0
+        ),
+        "text_config": _text("step3p5", scale, ids, **text),
+        "image_token_id": ids["<im_patch>"],
+    }
+
+
+def _gemma4_text(model_type: str, scale: Scale, ids: Mapping[str, int], **over: Any) -> Json:
+    """Full layers have wider heads."""
+    layers = ["sliding_attention", "full_attention"] * (scale.layers // 2)
+    sizes = {
+        "sliding_window": 12,
+        "layer_types": layers,
+        "global_head_dim": 2 * scale.head_dim,
+        "final_logit_softcapping": 10.0,
+        "tie_word_embeddings": True,
+    }
+    return _text(model_type, scale, ids, **{**sizes, **over})
+
+
+def _gemma4(scale: Scale, ids: Mapping[str, int]) -> Json:
+    """The smaller sizes, which hear: embeddings of each layer's own, and layers that share keys and
+    values."""
+    text = {
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": scale.vocab,
+        "num_kv_shared_layers": 2,
+    }
+    audio = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "subsampling_conv_channels": [128, 4],
+        "output_proj_dims": 48,
+    }
+    return _gemma4_parts(scale, ids, text, audio)
+
+
+def _gemma4_large(scale: Scale, ids: Mapping[str, int]) -> Json:
+    """The larger sizes: experts, and pictures that attend to themselves in both directions in
+    layers with a window."""
+    text = {
+        "hidden_size_per_layer_input": 0,
+        "sliding_window": 96,
+        "use_bidirectional_attention": "vision",
+        "enable_moe_block": True,
+        "num_experts": 4,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 32,
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1,
+    }
+    return _gemma4_parts(scale, ids, text)
+
+
+def _gemma4_parts(
+    scale: Scale, ids: Mapping[str, int], text: Json, audio: Json | None = None
+) -> Json:
+    return {
+        "vision_config": _vision(
+            scale,
+            head_dim=scale.vision_hidden // 2,
+            num_key_value_heads=2,
+            patch_size=14,
+            pooling_kernel_size=2,
+            position_embedding_size=64,
+        ),
+        "text_config": _gemma4_text("gemma4_text", scale, ids, **text),
+        "audio_config": audio,
+        "tie_word_embeddings": True,
+        **_gemma4_tokens(ids),
+    }
+
+
+def _gemma4_tokens(ids: Mapping[str, int]) -> Json:
+    return {
+        "boi_token_id": ids["<|image>"],
+        "eoi_token_id": ids["<image|>"],
+        "image_token_id": ids["<|image|>"],
+        "video_token_id": ids["<|video|>"],
+        "boa_token_id": ids["<|audio>"],
+        "eoa_token_index": ids["<audio|>"],
+        "audio_token_id": ids["<|audio|>"],
+    }
+
+
+def _gemma4_unified(scale: Scale, ids: Mapping[str, int]) -> Json:
+    """Pictures attend to themselves in both directions."""
+    return {
+        "vision_config": {
+            "patch_size": 14,
+            "pooling_kernel_size": 2,
+            "mm_embed_dim": scale.hidden,
+            "mm_posemb_size": 64,
+            "output_proj_dims": scale.hidden,
+        },
+        "text_config": _gemma4_text(
+            "gemma4_unified_text",
+            scale,
+            ids,
+            sliding_window=96,
+            use_bidirectional_attention="vision",
+            attention_k_eq_v=True,
+            num_global_key_value_heads=1,
+        ),
+        "audio_config": None,
+        "tie_word_embeddings": True,
+        **_gemma4_tokens(ids),
+    }
+
+
+def _fast_vlm(scale: Scale, ids: Mapping[str, int]) -> Json:
+    return {
+        "vision_config": {
+            "model_type": "timm_wrapper",
+            "architecture": "fastvit_t8",
+            "do_pooling": True,
+            "model_args": {"inference_mode": True, "embed_dims": [8, 8, 16, 32]},
+            "hidden_size": 64,
+        },
+        "text_config": _text("qwen2", scale, ids),
+        "image_token_index": ids["<image>"],
+        "image_seq_length": 4,
+    }
+
+
+def _perception_lm(scale: Scale, ids: Mapping[str, int]) -> Json:
+    return {
+        "vision_config": {
+            "model_type": "timm_wrapper",
+            "architecture": "vit_pe_lang_large_patch14_448",
+            "do_pooling": True,
+            "model_args": {
+                "embed_dim": 32,
+                "depth": 2,
+                "num_heads": 2,
+                "img_size": [56, 56],
+                "global_pool": "",
+                "use_post_transformer_norm": False,
+                "init_values": 0.1,
+                "ref_feat_shape": [4, 4],
+            },
+        },
+        "text_config": _text("llama", scale, ids),
+        "image_token_id": ids["<|image|>"],
+        "video_token_id": ids["<|video|>"],
+        "projector_pooling_ratio": 2,
+    }
+
+
 def _pixels(kind: str, **over: Any) -> Json:
     return {"image_processor_type": f"{kind}ImageProcessor", **PIXELS, **HALF_STATS, **over}
 
@@ -476,6 +944,30 @@ def _glm_kind(model_type: str, parts: Parts, name: str) -> FolderKind:
         specials=GLM_VISION,
         preprocessor=_grid_pixels(name),
         processor=name,
+    )
+
+
+def _gemma4_kind(parts: Parts) -> FolderKind:
+    return _kind(
+        "gemma4",
+        parts,
+        image="<|image|>",
+        audio="<|audio|>",
+        specials=("<|image>", "<image|>", "<|video|>", "<|audio>", "<audio|>"),
+        roles={
+            "image_token": "<|image|>",
+            "boi_token": "<|image>",
+            "eoi_token": "<image|>",
+            "audio_token": "<|audio|>",
+            "boa_token": "<|audio>",
+            "eoa_token": "<audio|>",
+        },
+        preprocessor={
+            **_pixels("Gemma4", patch_size=14, pooling_kernel_size=2, max_soft_tokens=70),
+            "feature_extractor_type": "Gemma4AudioFeatureExtractor",
+        },
+        processor="Gemma4",
+        image_seq_length=70,
     )
 
 
@@ -631,6 +1123,232 @@ MEDIA_KINDS: dict[str, FolderKind] = {
         preprocessor=_grid_pixels("Qwen2VL"),
         processor="HyperCLOVAXVisionV2",
     ),
+    "got_ocr2": _kind(
+        "got_ocr2",
+        _got_ocr,
+        image="<imgpad>",
+        specials=("<img>", "</img>"),
+        preprocessor=_pixels("GotOcr2", size=_square(256)),
+        processor="GotOcr2",
+    ),
+    "pp_chart2table": _kind(
+        "pp_chart2table",
+        _got_ocr,
+        image="<imgpad>",
+        specials=("<img>", "</img>"),
+        preprocessor=_pixels("PPChart2Table", size=_square(256)),
+        processor="PPChart2Table",
+    ),
+    "aria": _kind(
+        "aria",
+        _aria,
+        image="<image>",
+        roles={"image_token": "<image>"},
+        preprocessor=_pixels("Aria", max_image_size=980, min_image_size=336, do_resize=False),
+        processor="Aria",
+        size_conversion={"980": 4},
+    ),
+    "deepseek_vl_hybrid": _kind(
+        "deepseek_vl_hybrid",
+        _deepseek_vl_hybrid,
+        image="<image_placeholder>",
+        roles={"image_token": "<image_placeholder>"},
+        preprocessor=_pixels(
+            "DeepseekVLHybrid", size=_square(28), high_res_size=_square(64), min_size=14
+        ),
+        processor="DeepseekVLHybrid",
+        num_image_tokens=4,
+    ),
+    "deepseek_ocr2": _kind(
+        "deepseek_ocr2",
+        _deepseek_ocr2,
+        image="<image>",
+        roles={"image_token": "<image>"},
+        preprocessor=_pixels("DeepseekOcr2", size=_square(192), tile_size=192),
+        processor="DeepseekOcr2",
+        patch_size=4,
+        downsample_ratio=4,
+    ),
+    "glmga": _kind(
+        "glmga",
+        _glmga,
+        image="<|image|>",
+        specials=GLM_VISION,
+        preprocessor=_grid_pixels("Glmga"),
+        processor="Glm46V",
+    ),
+    "cosmos3_edge": _kind(
+        "cosmos3_edge",
+        _cosmos3_edge,
+        image="<|image_pad|>",
+        specials=QWEN_VISION,
+        preprocessor=_grid_pixels("Cosmos3Edge", temporal_patch_size=1),
+        processor="Cosmos3Edge",
+    ),
+    "cosmos3_omni": _kind(
+        "cosmos3_omni",
+        _cosmos3_omni,
+        image="<|image_pad|>",
+        specials=QWEN_VISION,
+        preprocessor=_grid_pixels("Qwen2VL"),
+        processor="Qwen3VL",
+    ),
+    "cohere_compass": _kind(
+        "cohere_compass",
+        _cohere_compass,
+        image="<|IMAGE_PAD|>",
+        specials=("<|VISION_START|>", "<|VISION_END|>", "<|VIDEO_PAD|>"),
+        preprocessor=_grid_pixels("CohereCompass"),
+        processor="CohereCompass",
+    ),
+    "granite_docling": _kind(
+        "granite_docling",
+        _granite_docling,
+        image="<image>",
+        specials=(
+            *("<fake_token_around_image>", "<global-img>"),
+            *(f"<row_{row}_col_{col}>" for row in (1, 2) for col in (1, 2)),
+        ),
+        roles={"image_token": "<image>"},
+        preprocessor=_pixels("GraniteDocling", size=_square(64), max_patches=4),
+        processor="GraniteDocling",
+        image_seq_len=4,
+    ),
+    "granite4_vision": _kind(
+        "granite4_vision",
+        _granite4_vision,
+        image="<image>",
+        roles={"image_token": "<image>"},
+        preprocessor=_pixels(
+            "LlavaNext",
+            size={"shortest_edge": 56},
+            crop_size=_square(56),
+            image_grid_pinpoints=[[56, 112], [112, 56], [112, 112]],
+            do_center_crop=True,
+            do_pad=True,
+        ),
+        processor="Granite4Vision",
+        patch_size=14,
+        num_additional_image_tokens=1,
+        vision_feature_select_strategy="default",
+        downsample_rate="1/2",
+    ),
+    "hunyuan_vl": _kind(
+        "hunyuan_vl",
+        _hunyuan_vl,
+        image="<image>",
+        specials=("<im_start>", "<im_end>", "<im_newline>"),
+        roles={
+            "image_token": "<image>",
+            "image_start_token": "<im_start>",
+            "image_end_token": "<im_end>",
+        },
+        preprocessor=_grid_pixels("HunYuanVL", temporal_patch_size=1),
+        processor="HunYuanVL",
+    ),
+    "ovis2": _kind(
+        "ovis2",
+        _ovis2,
+        image="<image>",
+        specials=(
+            *("<IMG_ATOM>", "<IMG_START>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>", "<IMG_END>"),
+        ),
+        preprocessor=_pixels("Ovis2", size=_square(28), crop_to_patches=True, max_patches=4),
+        processor="Ovis2",
+        image_token="<image>",
+        image_seq_length=4,
+    ),
+    "emu3": _kind(
+        "emu3",
+        _emu3,
+        image="<image>",
+        specials=("<boi>", "<eoi>", "<wrap>", "<eof>", "<|extra_200|>"),
+        roles={
+            "image_token": "<image>",
+            "boi_token": "<boi>",
+            "eoi_token": "<eoi>",
+            "image_wrapper_token": "<wrap>",
+            "eof_token": "<eof>",
+        },
+        preprocessor=_pixels("Emu3", min_pixels=28 * 28, max_pixels=64 * 64),
+        processor="Emu3",
+    ),
+    "kimi_k25": _kind(
+        "kimi_k25",
+        _kimi_k25,
+        image="<|media_pad|>",
+        specials=("<|media_begin|>", "<|video_pad|>"),
+        preprocessor=_pixels(
+            "Kimi_K25", size={"max_height": 16, "max_width": 16}, max_patches=64, patch_size=14
+        ),
+        processor="Kimi_K25",
+    ),
+    "muse_glimmer": _kind(
+        "muse_glimmer",
+        _muse_glimmer,
+        image="<|patch|>",
+        specials=("<|video|>", "<|image_start|>", "<|image_end|>"),
+        preprocessor=_pixels("MuseGlimmer", max_image_tokens=16),
+        processor="MuseGlimmer",
+    ),
+    "minimax_m3_vl": _kind(
+        "minimax_m3_vl",
+        _minimax_m3_vl,
+        image="]<]image[>[",
+        specials=("]<]start of image[>[", "]<]end of image[>[", "]<]video[>["),
+        preprocessor=_grid_pixels("MiniMaxM3VL"),
+        processor="MiniMaxM3VL",
+    ),
+    "step3p7": _kind(
+        "step3p7",
+        _step3p7,
+        image="<im_patch>",
+        specials=("<im_start>", "<im_end>", "<patch_start>", "<patch_end>", "<patch_newline>"),
+        preprocessor=_pixels("Step3p7", size=_square(112), patch_size=56, vision_patch_size=14),
+        processor="Step3p7",
+    ),
+    "perception_lm": _kind(
+        "perception_lm",
+        _perception_lm,
+        image="<|image|>",
+        specials=("<|video|>",),
+        roles={"image_token": "<|image|>", "video_token": "<|video|>"},
+        preprocessor=_pixels("PerceptionLM", size=_square(56), tile_size=56, max_num_tiles=4),
+        processor="PerceptionLM",
+        patch_size=14,
+        pooling_ratio=2,
+    ),
+    "fast_vlm": _kind(
+        "fast_vlm",
+        _fast_vlm,
+        image="<image>",
+        roles={"image_token": "<image>"},
+        preprocessor=_pixels("CLIP", size={"shortest_edge": 128}, crop_size=_square(128)),
+        processor="Llava",
+        patch_size=32,
+        vision_feature_select_strategy="full",
+    ),
+    "gemma4": _gemma4_kind(_gemma4),
+    "gemma4_unified": _kind(
+        "gemma4_unified",
+        _gemma4_unified,
+        image="<|image|>",
+        specials=(*("<|image>", "<image|>", "<|video|>", "<|audio|>", "<|audio>", "<audio|>"),),
+        roles={
+            "image_token": "<|image|>",
+            "boi_token": "<|image>",
+            "eoi_token": "<image|>",
+            "audio_token": "<|audio|>",
+            "boa_token": "<|audio>",
+            "eoa_token": "<audio|>",
+        },
+        preprocessor={
+            **_pixels("Gemma4Unified", patch_size=14, pooling_kernel_size=2, max_soft_tokens=70),
+            "feature_extractor_type": "Gemma4UnifiedAudioFeatureExtractor",
+        },
+        processor="Gemma4Unified",
+        image_seq_length=70,
+    ),
     "qwen3_asr": _kind(
         "qwen3_asr",
         _qwen3_asr,
@@ -765,3 +1483,5 @@ MEDIA_KINDS: dict[str, FolderKind] = {
     ),
 }
 """By `model_type`. Every size is tiny, and every picture takes several tiles."""
+VARIANTS: dict[str, FolderKind] = {"gemma4-large": _gemma4_kind(_gemma4_large)}
+"""Other sizes of these types, which differ in more than size."""

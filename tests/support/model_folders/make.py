@@ -16,7 +16,8 @@ from lookonce.errors import ConfigError
 from tests.support.model_folders.audio import SOUND_KINDS
 from tests.support.model_folders.base import SCALES, FolderKind, Json
 from tests.support.model_folders.general import general_kind
-from tests.support.model_folders.general_media import MEDIA_KINDS
+from tests.support.model_folders.general_media import MEDIA_KINDS, VARIANTS
+from tests.support.model_folders.general_sound import SOUND_KINDS as MORE_SOUND_KINDS
 from tests.support.model_folders.qwen import QWEN_KINDS
 from tests.support.model_folders.text import TEXT_KINDS
 from tests.support.model_folders.vision import VISION_KINDS
@@ -26,6 +27,7 @@ GENERAL_TEXT = "text:"
 """Before a `model_type`: a random folder from the defaults of its config."""
 GENERAL_MEDIA = "media:"
 """Before a `model_type` with media and no family of its own."""
+GENERAL_MEDIA_KINDS = {**MEDIA_KINDS, **MORE_SOUND_KINDS}
 FolderMaker = Callable[..., Path]
 """The fixture `folder`: `folder(kind, seed=0, scale="tiny")` returns the folder of that kind."""
 CORPUS = (
@@ -69,7 +71,8 @@ def kind_named(kind: str) -> FolderKind:
     if kind.startswith(GENERAL_TEXT):
         return general_kind(kind.removeprefix(GENERAL_TEXT))
     if kind.startswith(GENERAL_MEDIA):
-        return MEDIA_KINDS[kind.removeprefix(GENERAL_MEDIA)]
+        known = {**GENERAL_MEDIA_KINDS, **VARIANTS}
+        return known[kind.removeprefix(GENERAL_MEDIA)]
     return KINDS[kind]
 
 

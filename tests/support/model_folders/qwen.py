@@ -1,4 +1,4 @@
-"""Random folders of the Qwen vision models and of Qwen2.5-Omni."""
+"""Random folders of the Qwen vision models and of the Omnis' thinkers."""
 
 from __future__ import annotations
 
@@ -107,6 +107,34 @@ def _qwen2_5_omni(scale: Scale, ids: Mapping[str, int]) -> Config:
     )
 
 
+def _qwen3_omni(scale: Scale, ids: Mapping[str, int]) -> Config:
+    from transformers import Qwen3OmniMoeThinkerConfig
+
+    audio = {
+        "d_model": scale.vision_hidden,
+        "encoder_layers": scale.vision_layers,
+        "encoder_attention_heads": 2,
+        "encoder_ffn_dim": 2 * scale.vision_hidden,
+        "num_mel_bins": 32,
+        "n_window_infer": 200,
+        "output_dim": scale.hidden,
+        "downsample_hidden_size": 16,
+    }
+    rope = {**scale.mrope(), "mrope_interleaved": True}
+    return Qwen3OmniMoeThinkerConfig(
+        text_config=scale.text(ids, rope_parameters=rope, **EXPERTS),
+        vision_config=_qwen3_vision(scale),
+        audio_config=audio,
+        audio_token_id=ids["<|audio_pad|>"],
+        audio_start_token_id=ids["<|audio_start|>"],
+        audio_end_token_id=ids["<|audio_end|>"],
+        position_id_per_seconds=13,
+        eos_token_id=ids["eos_token_id"],
+        tie_word_embeddings=False,
+        **_vision_ids(ids),
+    )
+
+
 def _pixels(scale: Scale, patch_size: int = 14) -> Json:
     return {
         "image_processor_type": "Qwen2VLImageProcessor",
@@ -128,6 +156,16 @@ def _omni_preprocessor(scale: Scale) -> Json:
     return {
         "processor_class": "Qwen2_5OmniProcessor",
         **_pixels(scale),
+        **SOUND,
+        "feature_size": 32,
+        "chunk_length": 30,
+    }
+
+
+def _qwen3_omni_preprocessor(scale: Scale) -> Json:
+    return {
+        **_pixels(scale, 16),
+        "processor_class": "Qwen3OmniMoeProcessor",
         **SOUND,
         "feature_size": 32,
         "chunk_length": 30,
@@ -192,5 +230,21 @@ QWEN_KINDS: dict[str, FolderKind] = {
         template=templates.QWEN2_5_OMNI,
         config=_qwen2_5_omni,
         preprocessor=_omni_preprocessor,
+    ),
+    "qwen3_omni": FolderKind(
+        specials=(*CHATML, *VISION_TOKENS, "<|audio_start|>", "<|audio_end|>", "<|audio_pad|>"),
+        roles={
+            **QWEN_ROLES,
+            "image_token": "<|image_pad|>",
+            "audio_token": "<|audio_pad|>",
+            "video_token": "<|video_pad|>",
+            "vision_bos_token": "<|vision_start|>",
+            "vision_eos_token": "<|vision_end|>",
+            "audio_bos_token": "<|audio_start|>",
+            "audio_eos_token": "<|audio_end|>",
+        },
+        template=templates.QWEN3_OMNI,
+        config=_qwen3_omni,
+        preprocessor=_qwen3_omni_preprocessor,
     ),
 }

@@ -40,6 +40,10 @@ PROCESSORS = {
     "qwen2_audio": "qwen2_audio.processing_qwen2_audio.Qwen2AudioProcessor",
 }
 """`model_type` → the processor class. Voxtral's needs mistral_common and its own tokenizer."""
+FLAT = ("got_ocr2",)
+"""Types whose processor takes no list of pictures for each prompt: `apply_chat_template` fails."""
+ASKED_FOR_KINDS = ("cosmos3_edge",)
+"""Types whose model needs to know which tokens are of pictures; the processor says it if asked."""
 WITHOUT_VIDEO = ("smolvlm", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 
 
@@ -124,6 +128,14 @@ def token(folder: Path, token_id: int) -> str:
 def chat_inputs(folder: Path, conversation: list[dict[str, Any]]) -> dict[str, Any]:
     """Arguments of `generate`. Pictures and waves are in the conversation's parts."""
     # SmolVLM's own method only adds settings of the video part.
+    if model_type(folder) in FLAT:
+        parts = [part for message in conversation for part in message["content"]]
+        pictures = [part["image"] for part in parts if part["type"] == "image"]
+        text = template_text(folder, conversation)
+        if not pictures:
+            return encoded(folder, text)
+        return dict(processor(folder)(images=pictures, text=[text], return_tensors="pt"))
+    kinds = {"return_mm_token_type_ids": True} if model_type(folder) in ASKED_FOR_KINDS else {}
     found = ProcessorMixin.apply_chat_template(
         processor(folder),
         conversation,
@@ -131,6 +143,7 @@ def chat_inputs(folder: Path, conversation: list[dict[str, Any]]) -> dict[str, A
         add_generation_prompt=True,
         return_dict=True,
         return_tensors="pt",
+        processor_kwargs=kinds,
     )
     # Llama 4's processor gives bfloat16 to whatever model.
     return {k: v.float() if v.is_floating_point() else v for k, v in found.items()}
