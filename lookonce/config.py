@@ -164,6 +164,8 @@ class EncoderConfig:
     cache_bytes: int = GIB // 2
     host_cache_bytes: int = 0
     """Host memory for outputs that leave the device; 0: none."""
+    tiers: tuple[TierSpec, ...] = ()
+    """External tiers of encoder outputs, nearest first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -380,6 +382,7 @@ class Options:
     kv_load_failure_policy: str = "recompute"
     encoder_cache_gb: float = 0.5
     encoder_cache_host_gb: float = 0.0
+    encoder_tier: tuple[str, ...] = ()
     encoder_prefetch: bool = True
     mm_processor_cache_gb: float = 4.0
     mm_processor_cache_type: str = DEFAULT_CACHE_TYPE
@@ -442,6 +445,7 @@ def resolve(options: Options) -> Config:
         encoder=EncoderConfig(
             cache_bytes=int(options.encoder_cache_gb * GIB),
             host_cache_bytes=int(options.encoder_cache_host_gb * GIB),
+            tiers=tuple(_tier("--encoder-tier", text) for text in options.encoder_tier),
         ),
         media=_media(options),
         server=ServerConfig(
@@ -501,7 +505,7 @@ def _kv(options: Options) -> KVConfig:
         cache_bytes=int(options.kv_cache_gb * GIB),
         block_size=options.block_size,
         prefix_caching=options.prefix_caching,
-        tiers=tuple(map(_tier, options.kv_tier)),
+        tiers=tuple(_tier("--kv-tier", text) for text in options.kv_tier),
         load_policy=_one_of("--kv-load", options.kv_load, ("auto", "always")),
         load_failure_policy=_one_of(
             "--kv-load-failure-policy", options.kv_load_failure_policy, ("recompute", "fail")
@@ -509,10 +513,10 @@ def _kv(options: Options) -> KVConfig:
     )
 
 
-def _tier(text: str) -> TierSpec:
-    spec = parse_tier_spec(text)
+def _tier(option: str, text: str) -> TierSpec:
+    spec = parse_tier_spec(text, option)
     if spec.kind == "lmcache" and find_spec("lmcache") is None:
-        raise ConfigError(LMCACHE_MISSING)
+        raise ConfigError(f"{option} {LMCACHE_MISSING}")
     return spec
 
 

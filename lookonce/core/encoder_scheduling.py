@@ -4,6 +4,7 @@ Of an item that a chunk touches, the encoder output is
 
     on the device    held
     on the host      given room on the device, held, and copied back
+    in a tier        loaded before the sequence is admitted; then as if it were on the host
     nowhere          given room, held, and encoded: this needs the item, and encoder budget
 
 Outputs of later chunks and of waiting requests are encoded ahead (prefetched) in encoder budget
@@ -26,11 +27,12 @@ from collections.abc import Collection
 from enum import Enum
 from typing import TypeAlias
 
+from lookonce.core.encoder_connector_state import EncoderConnectorState, StagedOutput
 from lookonce.core.mm_features import MANY, next_embed
 from lookonce.core.request import ReuseStats, Sequence, SequenceState
 from lookonce.core.scheduler_state import SchedulerState
 from lookonce.types.media import MediaFeature, Modality, ProcessedItem
-from lookonce.types.step import EncodeItem, NewSequence, ScheduledSequence
+from lookonce.types.step import EncodeItem, NewSequence, ReceivedOutput, ScheduledSequence
 
 MAX_PREFETCHED_SEQUENCES = 16
 """Sequences considered for prefetching in one step, of those that run and of those that wait."""
@@ -58,7 +60,13 @@ class Shortage(Enum):
 class EncoderScheduler:
     """Holds the encoder outputs that planned chunks need, and plans the encoder runs for them."""
 
-    def __init__(self, state: SchedulerState, unsplittable: Collection[Modality]) -> None:
+    def __init__(
+        self,
+        state: SchedulerState,
+        unsplittable: Collection[Modality],
+        connector: EncoderConnectorState | None = None,
+    ) -> None:
+        self._connector = connector
         self._encoder_cache = state.encoder_cache
         self._counters = state.counters
         self._unsplittable = frozenset(unsplittable)
@@ -109,6 +117,12 @@ class EncoderScheduler:
                 return Shortage.ROOM
             self._counters.encoder_cache_restores += 1
             hit = not prefetched
+        elif (staged := self._staged(sequence, key)) is not None:
+            if cache.try_allocate(key, feature.num_embeds, sequence.seq_id) is None:
+                return Shortage.ROOM
+            step.received.append(ReceivedOutput(key, staged.output))
+            stats.note_tier(index, staged.tier)
+            hit = True
         else:
             shortage = self._encode(sequence, index, feature, step)
             if shortage is not None:
@@ -116,10 +130,16 @@ class EncoderScheduler:
             hit = False
         if prefetched:
             del sequence.prefetched[index]
+        if self._connector is not None:
+            self._connector.release(sequence.request, key)
         self._counters.encoder_cache_queries += 1
         self._counters.encoder_cache_hits += hit
         stats.note(index, "hit" if hit else "miss")
         return None
+
+    def _staged(self, sequence: Sequence, key: bytes) -> StagedOutput | None:
+        connector = self._connector
+        return None if connector is None else connector.staged(sequence.request, key)
 
     def _encode(
         self, sequence: Sequence, index: int, feature: MediaFeature, step: StepPass
@@ -134,6 +154,8 @@ class EncoderScheduler:
         if self._encoder_cache.try_allocate(key, rows, sequence.seq_id) is None:
             return Shortage.ROOM
         step.add_encode(key, item, rows, sequence.request.reuse_stats, index)
+        if self._connector is not None:
+            self._connector.note_encoding(sequence.request, [(key, rows)])
         return None
 
     def _acquire_new(self, sequence: Sequence, indices: range, step: StepPass) -> bool:
@@ -144,6 +166,8 @@ class EncoderScheduler:
         """
         request, cache = sequence.request, self._encoder_cache
         if not request.features.all_plain:
+            return False
+        if self._connector is not None and self._connector.has_staged(request):
             return False
         keys = request.features.keys_of(indices)
         items = request.items_of(indices)
@@ -158,6 +182,8 @@ class EncoderScheduler:
         step.encode_owners.append((request.reuse_stats, indices))
         for index in request.reuse_stats.listed(indices):
             request.reuse_stats.note(index, "miss")
+        if self._connector is not None:
+            self._connector.note_encoding(request, list(zip(keys, rows, strict=True)))
         self._counters.encoder_cache_queries += len(keys)
         sequence.held.extend(indices)
         return True
@@ -166,12 +192,19 @@ class EncoderScheduler:
 class EncoderPrefetcher:
     """Plans encoder runs for items that later steps will need.
 
-    `ahead_of_admission`: for waiting requests too. Off where external KV tiers may hold their
-    prefixes: items within a cached prefix need not be encoded, and the tiers have not answered yet.
+    `ahead_of_admission`: for waiting requests too. Off where external tiers may hold their prefixes
+    or outputs, which need not be encoded: the tiers have not answered yet.
     """
 
-    def __init__(self, state: SchedulerState, *, ahead_of_admission: bool) -> None:
+    def __init__(
+        self,
+        state: SchedulerState,
+        *,
+        ahead_of_admission: bool,
+        connector: EncoderConnectorState | None = None,
+    ) -> None:
         self._state = state
+        self._connector = connector
         self._ahead_of_admission = ahead_of_admission
 
     def plan(self, step: StepPass) -> None:
@@ -233,6 +266,8 @@ class EncoderPrefetcher:
         item = request.items.get(feature.key)
         if item is None or cache.has_anywhere(feature.key):
             return 0
+        if self._connector is not None and self._connector.holds(feature.key):
+            return 0
         rows = feature.num_embeds
         if rows > rows_left or not step.encoder.affords(rows):
             return None
@@ -241,6 +276,8 @@ class EncoderPrefetcher:
         sequence.prefetched[index] = feature.key
         self._state.counters.encoder_prefetches += 1
         step.add_encode(feature.key, item, rows, request.reuse_stats, index)
+        if self._connector is not None:
+            self._connector.note_encoding(request, [(feature.key, rows)])
         return rows
 
 
@@ -252,6 +289,7 @@ class StepPass:
         "encode_owners",
         "encoder",
         "new",
+        "received",
         "room_kept",
         "scheduled",
         "stalled",
@@ -264,6 +302,7 @@ class StepPass:
         """Token positions that can still be scheduled."""
         self.encoder = EncoderBudget(encoder_rows)
         self.new: list[NewSequence] = []
+        self.received: list[ReceivedOutput] = []
         self.encode: list[EncodeItem] = []
         self.encode_owners: EncodeOwners = []
         self.scheduled: list[ScheduledSequence] = []

@@ -55,7 +55,7 @@ class KVConnectorState:
         self._cache = cache
         self._state = state
         self._pool = state.block_pool
-        state.on_end = self._finish
+        state.on_end.append(self._finish)
         self._fail_on_loss = fail_on_loss
         self._loads: dict[int, _Load] = {}
         self._stores: dict[int, list[int]] = {}

@@ -383,7 +383,8 @@ class SequenceState(Enum):
     WAITING_FOR_ITEMS = "waiting for items"
     """Until the client sends media items that the engine lacks."""
     LOADING = "loading"
-    """Until external KV tiers have said whether they hold the prefix, or have loaded it."""
+    """Until external tiers have said whether they hold the prefix, or encoder outputs, or have
+    loaded them."""
     PREFILLING = "prefilling"
     DECODING = "decoding"
     IDLE = "idle"
@@ -644,6 +645,7 @@ class ReuseStats:
         "_encode_ms",
         "_external",
         "_outcomes",
+        "_tiers",
         "admitted_at",
         "prefix_cached_tokens",
         "received_at",
@@ -656,6 +658,7 @@ class ReuseStats:
         self._external: ExternalCacheStats | None = None
         self._outcomes: list[EncoderOutcome] = ["skipped"] * listed
         self._encode_ms = [0.0] * listed
+        self._tiers: list[tuple[int, str]] = []
         self.received_at = self.admitted_at = 0.0
         """By the scheduler's clock."""
         self._encode_begun = self._encode_ended = 0.0
@@ -683,6 +686,11 @@ class ReuseStats:
         if index < len(self._outcomes) and self._outcomes[index] == "skipped":
             self._outcomes[index] = outcome
 
+    def note_tier(self, index: int, tier: str) -> None:
+        """An external tier gave the output of a feature."""
+        if index < len(self._outcomes):
+            self._tiers.append((index, tier))
+
     def note_encoding_time(self, begun: float, ended: float) -> None:
         """A step encoded an item for the request, from and to these times."""
         self._encode_begun = min(self._encode_begun or begun, begun)
@@ -707,6 +715,7 @@ class ReuseStats:
                 self._encode_begun,
                 self._encode_ended,
             ),
+            encoder_tiers=tuple(self._tiers),
         )
 
 

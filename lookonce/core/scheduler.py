@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lookonce.config import SchedulerConfig
+from lookonce.core.encoder_connector_state import EncoderConnectorState
 from lookonce.core.encoder_scheduling import EncodeOwners
 from lookonce.core.frame_digests import FrameDigests
 from lookonce.core.kv_connector_state import KVConnectorState
@@ -27,7 +28,7 @@ from lookonce.core.sessions import Sessions
 from lookonce.errors import BadRequestError, ConfigError, LookOnceError, QueueFullError
 from lookonce.types.media import Array, MediaFeature, ProcessedItem
 from lookonce.types.model import ModelInfo
-from lookonce.types.ports import ExternalPrefixCache
+from lookonce.types.ports import ExternalEncoderCache, ExternalPrefixCache
 from lookonce.types.request import (
     EXTEND,
     ExtendOptions,
@@ -48,6 +49,7 @@ class Scheduler:
 
     `external`: KV tiers beyond the device. With `fail_on_loss` a request ends with an error when a
     prefix that the tiers promised could not be loaded; otherwise the prefix is computed.
+    `external_outputs`: tiers of encoder outputs.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class Scheduler:
         external: ExternalPrefixCache | None = None,
         *,
         fail_on_loss: bool = False,
+        external_outputs: ExternalEncoderCache | None = None,
     ) -> None:
         if model.largest_unsplittable > config.max_num_batched_tokens:
             raise ConfigError(
@@ -76,10 +79,17 @@ class Scheduler:
             if external is None
             else KVConnectorState(external, state, fail_on_loss=fail_on_loss)
         )
+        self._encoder_connector = (
+            None if external_outputs is None else EncoderConnectorState(external_outputs, state)
+        )
         preemption = Preemption(state)
         self._sessions = Sessions(state, self.validator, preemption)
-        self._planner = Planner(state, model, config, preemption, self._kv_connector)
-        self._update = UpdateFromOutput(state, self._sessions, self._kv_connector)
+        self._planner = Planner(
+            state, model, config, preemption, self._kv_connector, self._encoder_connector
+        )
+        self._update = UpdateFromOutput(
+            state, self._sessions, self._kv_connector, self._encoder_connector
+        )
 
     # --- one step -------------------------------------------------------------------------------
 
@@ -91,6 +101,8 @@ class Scheduler:
         """
         if self._kv_connector is not None:
             self._kv_connector.take_reports()
+        if self._encoder_connector is not None:
+            self._encoder_connector.take_reports()
         if self._sessions.extended or self._sessions.filling:
             self._sessions.append_inputs()
         return self._planner.plan()
@@ -272,6 +284,8 @@ class Scheduler:
         """Metric name without prefix → value."""
         state, counters = self._state, self._state.counters
         external = {} if self._kv_connector is None else self._kv_connector.stats()
+        if self._encoder_connector is not None:
+            external |= self._encoder_connector.stats()
         return external | {
             "prefix_cache_queries_total": counters.prefix_cache_queries,
             "prefix_cache_hits_total": counters.prefix_cache_hits,
@@ -304,6 +318,8 @@ class Scheduler:
         tables = [sequence.block_ids for sequence in self._state.queues.sequences.values()]
         if self._kv_connector is not None:
             tables += self._kv_connector.block_tables()
+        if self._encoder_connector is not None:
+            self._encoder_connector.check_integrity()
         self._state.block_pool.check_integrity(tables)
 
 
@@ -311,11 +327,16 @@ class UpdateFromOutput:
     """Advances every scheduled sequence by what the runner computed for it."""
 
     def __init__(
-        self, state: SchedulerState, sessions: Sessions, kv_connector: KVConnectorState | None
+        self,
+        state: SchedulerState,
+        sessions: Sessions,
+        kv_connector: KVConnectorState | None,
+        encoder_connector: EncoderConnectorState | None = None,
     ) -> None:
         self._state = state
         self._sessions = sessions
         self._kv_connector = kv_connector
+        self._encoder_connector = encoder_connector
 
     def update(
         self,
@@ -391,6 +412,8 @@ class UpdateFromOutput:
                 encoder_cache.record_cost(encoded.key, seconds)
                 stats.note_encoding(index, seconds)
                 stats.note_encoding_time(encodes_from, encodes_to)
+        if self._encoder_connector is not None:
+            self._encoder_connector.store_encoded(result.failed_items)
         for key in result.lost_copies:
             encoder_cache.host.lose(key)
 
@@ -506,6 +529,8 @@ class UpdateFromOutput:
             delta.reuse_stats = request.reuse_stats.freeze(self._state.clock())
             delta.prompt_logprobs = request.take_prompt_logprobs()
             delta.alignment = request.alignment
+        if self._encoder_connector is not None:
+            self._encoder_connector.release_all(request)
         if not request.prefilled:
             self._state.release_siblings(sequence)
 
