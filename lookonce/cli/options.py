@@ -66,8 +66,8 @@ HELP: dict[str, str] = {
     "kv_load_failure_policy": "recompute or fail: what becomes of a prompt whose load failed.",
     "encoder_cache_gb": "Memory for encoder outputs of media, GiB.",
     "encoder_cache_host_gb": "Host memory for encoder outputs that leave the device, GiB.",
-    "encoder_tier": "Keep encoder outputs beyond the device, named as for --kv-tier: what one server "
-    "encoded, others that share the tier need not encode; repeatable, nearest first.",
+    "encoder_tier": "Keep encoder outputs beyond the device, in tiers named as for --kv-tier: what "
+    "one server encoded, others that share a tier do not; repeatable, nearest first.",
     "encoder_prefetch": "Encode media of later chunks and waiting requests where that pays.",
     "mm_processor_cache_gb": "Memory for processed media, GiB; 0 turns this cache off.",
     "mm_processor_cache_type": "shm: processed media lies in shared memory, written once and read "

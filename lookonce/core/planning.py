@@ -405,9 +405,12 @@ class Admission:
                 return True
         num_cached = len(cached) * self._pool.block_size
         outputs = self._encoder_connector
-        if outputs is not None and decision is LoadDecision.COMPUTE:
-            if outputs.begin_load(sequence, num_cached):
-                return True
+        if (
+            outputs is not None
+            and decision is LoadDecision.COMPUTE
+            and outputs.begin_load(sequence, num_cached)
+        ):
+            return True
         needed = self.needed_keys(sequence, num_cached)
         if needed:
             self._state.wait_for_items(sequence, needed)

@@ -161,7 +161,7 @@ class ExternalEncoderCache(Protocol):
         """
 
     def store(self, outputs: Sequence[tuple[bytes, int]]) -> None:
-        """Keep outputs (key, rows) that the step before encoded; dropped where the queue is full."""
+        """Keep outputs (key, rows) of the last step; dropped where the queue is full."""
 
     def poll(self) -> Sequence[LoadedOutput]: ...
 

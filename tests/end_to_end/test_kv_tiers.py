@@ -6,6 +6,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,9 +27,12 @@ def valkey() -> Iterator[ValkeyServer]:
 def test_a_restart_and_a_second_server_find_what_the_first_one_computed(
     tmp_path: Path, valkey: ValkeyServer
 ) -> None:
+    """KV, and encoder outputs, whose tiers are used where the prompt before a picture is another:
+    then its KV is not found, and its encoder output is."""
     disk, shared = f"disk:{tmp_path}:1GB", f"valkey://127.0.0.1:{valkey.port}"
+    outputs = ("--encoder-tier", shared)
     options = ("--kv-load", "always", "--kv-tier", "host:64MB", "--kv-tier", disk)
-    with LiveServer(*options, "--kv-tier", shared) as first:
+    with LiveServer(*options, "--kv-tier", shared, *outputs) as first:
         assert status(look(first)) == "none"
         assert status(look(first)) == "shadowed"
         stored(first, "disk")
@@ -41,8 +45,16 @@ def test_a_restart_and_a_second_server_find_what_the_first_one_computed(
         assert metrics["prompt_tokens_total"] == (
             metrics["external_prefix_cache_queries_total"] + metrics["prefix_cache_hits_total"]
         )
-        with LiveServer("--kv-load", "always", "--kv-tier", shared) as other:
+        until(lambda: first.metrics()["encoder_tier_stored_bytes_total:valkey"] > 0, 20, first.log)
+        until(lambda: first.metrics()["encoder_tier_queue_bytes:valkey"] == 0, 20, first.log)
+        with LiveServer("--kv-load", "always", "--kv-tier", shared, *outputs) as other:
             assert by_tier(look(other)).keys() == {"valkey"}
+            (item,) = look_after(other, "Another beginning. ")["reuse_receipt"]["items"]
+            assert (item["encoder"], item["encoder_tier"]) == ("hit", "valkey")
+            metrics = other.metrics()
+            assert metrics["encoder_runs_total"] == 0
+            assert metrics["encoder_tier_outputs_total:valkey"] == 1
+            assert metrics["media_processed_total:image"] == 1, "each server processes for itself"
             assert status(look(other, scope="a third")) == "none"
     with LiveServer(*options) as again:
         assert by_tier(look(again)).keys() == {"disk"}
@@ -99,6 +111,17 @@ def test_a_block_that_is_lost_is_computed_again_or_refused_as_the_operator_said(
                 assert error["type"] == "service_unavailable_error"
                 assert "KV tier" in error["message"]
             look(server, scope=policy)
+
+
+def look_after(server: LiveServer, text: str) -> dict[str, Any]:
+    """One answer to the same picture after other text."""
+    (message,) = ask(SHAPES, QUESTION)
+    message["content"].insert(0, {"type": "text", "text": text})
+    body = {"model": "nano", "messages": [message], "reuse_receipt": True, "max_tokens": 2}
+    response = server.post("/v1/chat/completions", body)
+    assert response.status_code == 200, response.text
+    answer: dict[str, Any] = response.json()
+    return answer
 
 
 def scribble(file: Path) -> None:
