@@ -20,6 +20,7 @@ from datetime import UTC, datetime
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, TypeVar
+from urllib.parse import parse_qsl
 
 from lookonce.errors import ConfigError
 from lookonce.types.cpu import cpu_multiplies_bf16
@@ -327,6 +328,24 @@ class OtlpConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class EventsConfig:
+    """Where the engine tells what its caches gain and lose: ZMQ endpoints that it binds."""
+
+    address: str
+    replay_address: str
+    topic: str = "kv-events"
+    """Of KV blocks."""
+    form: Literal["array", "map"] = "array"
+    """Of each event: vLLM has sent both."""
+    blocks_only: bool = False
+    """Nothing but KV blocks is told."""
+
+
+ENCODER_TOPIC, ITEM_TOPIC = "lookonce.encoder-outputs", "lookonce.items"
+"""Of events about encoder outputs and processed items."""
+
+
+@dataclass(frozen=True, slots=True)
 class Config:
     model: ModelConfig
     scheduler: SchedulerConfig
@@ -337,6 +356,7 @@ class Config:
     channel: ChannelConfig
     logs: LogConfig = field(default_factory=LogConfig)
     otlp: OtlpConfig = field(default_factory=OtlpConfig)
+    events: EventsConfig | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -406,6 +426,7 @@ class Options:
     log_level: str = "info"
     otlp_endpoint: str | None = None
     otlp_sample_ratio: float = 1.0
+    events: str | None = None
     closed_schemas: bool = True
     root_path: str = ""
     response_store: str | None = None
@@ -495,6 +516,7 @@ def resolve(options: Options) -> Config:
             level=_one_of("--log-level", options.log_level, LOG_LEVELS),
         ),
         otlp=OtlpConfig(_otlp_endpoint(options.otlp_endpoint), options.otlp_sample_ratio),
+        events=None if options.events is None else parse_events(options.events),
     )
 
 
@@ -774,6 +796,44 @@ def load_certificate(context: ssl.SSLContext, certfile: str, keyfile: str | None
             f"--ssl-certfile, --ssl-keyfile: not a certificate and its key without password: "
             f"{reason}"
         ) from None
+
+
+def parse_events(text: str) -> EventsConfig:
+    """`tcp://HOST:PORT` or `ipc://PATH`, then `?topic=…&form=array|map&replay=ADDRESS&only=kv`.
+
+    Replay is by default at the next port, or at the path with `.replay`. Raises `ConfigError`,
+    also without pyzmq.
+    """
+    address, _, query = text.partition("?")
+    given = dict(parse_qsl(query, keep_blank_values=True))
+    replay = given.pop("replay", "") or _next_address(address)
+    topic, only = given.pop("topic", "kv-events"), given.pop("only", "")
+    form = _one_of("--events form", given.pop("form", "array"), _EVENT_FORMS)
+    if (
+        given
+        or only not in ("", "kv")
+        or not (_EVENTS_ADDRESS.fullmatch(address) and _EVENTS_ADDRESS.fullmatch(replay))
+    ):
+        raise ConfigError(
+            f"--events: {text!r} is neither tcp://HOST:PORT nor ipc://PATH, with ?topic=NAME, "
+            "&form=array|map, &only=kv or &replay=ADDRESS after it"
+        )
+    if topic in (ENCODER_TOPIC, ITEM_TOPIC):
+        raise ConfigError(f"--events: the topic {topic!r} is that of other events")
+    if find_spec("zmq") is None:
+        raise ConfigError("--events needs the optional extra: pip install 'lookonce[events]'")
+    return EventsConfig(address, replay, topic, form, blocks_only=only == "kv")
+
+
+_EVENT_FORMS: tuple[Literal["array", "map"], ...] = ("array", "map")
+_EVENTS_ADDRESS = re.compile(r"tcp://(\*|\[[0-9A-Fa-f:]+\]|[^\s:/?*]+):[0-9]{1,5}|ipc://[^\s?]+")
+
+
+def _next_address(address: str) -> str:
+    host, _, port = address.rpartition(":")
+    if address.startswith("ipc:"):
+        return f"{address}.replay"
+    return f"{host}:{int(port) + 1}" if port.isdecimal() else ""
 
 
 def _otlp_endpoint(url: str | None) -> str | None:

@@ -90,6 +90,8 @@ HELP: dict[str, str] = {
     "strict_requests": "Refuse requests with unknown fields, which are ignored otherwise.",
     "log_format": "text, or json: one JSON object a line.",
     "otlp_endpoint": "Send traces and metrics to this OTLP/HTTP collector: http://host:4318.",
+    "events": "Publish what the caches gain and lose on ZMQ, KV blocks as vLLM does: "
+    "tcp://HOST:PORT or ipc://PATH, and replay at the next port; needs lookonce[events].",
     "otlp_sample_ratio": "Share of requests that are traced, where their sender does not say.",
     "log_level": "debug (a line per request), info, warning or error.",
     "closed_schemas": "Objects of JSON schemas have no keys but their properties, unless "
@@ -166,7 +168,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "max_decode_seconds",
         "max_document_pages",
     ),
-    "logs": ("log_format", "log_level", "otlp_endpoint", "otlp_sample_ratio"),
+    "logs": ("log_format", "log_level", "otlp_endpoint", "otlp_sample_ratio", "events"),
 }
 """Heading of the help → its options; what is in none is under "other"."""
 OTHER = "other"

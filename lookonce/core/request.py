@@ -34,7 +34,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from blake3 import blake3
@@ -771,6 +771,24 @@ def run_key(
     head = _RUN_KEY.pack(_RUN_NAME, HASH_RUN, block_size)
     hashed = head + parent + tokens.raw(start, end) + _describe_all(features, start, end)
     return blake3(hashed).digest()
+
+
+class BlockContent(NamedTuple):
+    """What a registered block holds, as `types.ports.BlockEvents.stored` is told."""
+
+    parent: bytes | None
+    tokens: bytes
+    items: tuple[bytes, ...]
+
+
+def block_content(sequence: Sequence, index: int, block_size: int) -> BlockContent:
+    """Of a block whose hash is known. Of live sessions, which forget their items, without these."""
+    start, end = index * block_size, (index + 1) * block_size
+    features, items = sequence.request.features, ()
+    if sequence.request.session is None:
+        items = tuple(features.keys_of(features.overlapping(start, end)))
+    parent = sequence.block_hashes[index - 1] if index else None
+    return BlockContent(parent, sequence.tokens.raw(start, end), items)
 
 
 class BlockHashCache:

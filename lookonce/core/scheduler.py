@@ -21,14 +21,14 @@ from lookonce.core.kv_connector_state import KVConnectorState
 from lookonce.core.mm_features import FrameInputs
 from lookonce.core.planning import Planner
 from lookonce.core.preemption import Preemption
-from lookonce.core.request import Request, Sequence, SequenceState, Session
+from lookonce.core.request import Request, Sequence, SequenceState, Session, block_content
 from lookonce.core.request_validation import RequestValidator, check_rows
 from lookonce.core.scheduler_state import SchedulerOutput, SchedulerState
 from lookonce.core.sessions import Sessions
 from lookonce.errors import BadRequestError, ConfigError, LookOnceError, QueueFullError
 from lookonce.types.media import Array, MediaFeature, ProcessedItem
 from lookonce.types.model import ModelInfo
-from lookonce.types.ports import ExternalEncoderCache, ExternalPrefixCache
+from lookonce.types.ports import BlockEvents, ExternalEncoderCache, ExternalPrefixCache
 from lookonce.types.request import (
     EXTEND,
     ExtendOptions,
@@ -240,6 +240,22 @@ class Scheduler:
     def reset_encoder_cache(self) -> None:
         """Drop every encoder output; those in use leave when no sequence holds them any more."""
         self._state.encoder_cache.clear()
+
+    # --- events ---------------------------------------------------------------------------------
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a KV block."""
+        return self._state.block_pool.block_size
+
+    def watch(self, events: BlockEvents) -> None:
+        """From now on `events` is told of KV blocks, and `take_output_changes` of outputs."""
+        self._state.block_pool.events = events
+        self._state.encoder_cache.watch()
+
+    def take_output_changes(self) -> tuple[list[bytes], list[bytes]]:
+        """Keys of encoder outputs that are held now and were not at the last call; the reverse."""
+        return self._state.encoder_cache.take_changes()
 
     # --- figures --------------------------------------------------------------------------------
 
@@ -468,8 +484,12 @@ class UpdateFromOutput:
             sequence.hash_blocks(pool.block_size, num_full)
             for index in range(sequence.num_registered, num_full):
                 block, block_hash = sequence.block_ids[index], sequence.block_hashes[index]
-                if pool.register(block, block_hash) and self._kv_connector is not None:
-                    self._kv_connector.note_registered(block_hash, block)
+                if pool.register(block, block_hash):
+                    if self._kv_connector is not None:
+                        self._kv_connector.note_registered(block_hash, block)
+                    if pool.events is not None:
+                        content = block_content(sequence, index, pool.block_size)
+                        pool.events.stored(block_hash, *content)
         sequence.num_registered = num_full
 
     def _release_passed_items(self, sequence: Sequence) -> None:

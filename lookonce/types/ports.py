@@ -168,3 +168,17 @@ class ExternalEncoderCache(Protocol):
     def stats(self) -> dict[str, float]: ...
 
     def close(self) -> None: ...
+
+
+class BlockEvents(Protocol):
+    """Is told what the prefix cache gains and loses, in order, by the step thread."""
+
+    def stored(
+        self, block_hash: bytes, parent: bytes | None, tokens: bytes, items: tuple[bytes, ...]
+    ) -> None:
+        """A block was registered. `parent`: the hash of the block before it; None: it is a
+        prompt's first. `tokens`: int32; `items`: keys of the media items that overlap it."""
+
+    def removed(self, block_hash: bytes) -> None: ...
+
+    def cleared(self) -> None: ...

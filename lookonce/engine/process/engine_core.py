@@ -18,6 +18,7 @@ from lookonce.core.request import Request
 from lookonce.core.request_validation import RequestValidator
 from lookonce.core.scheduler import Scheduler
 from lookonce.core.scheduler_state import SchedulerOutput
+from lookonce.engine.process.cache_events import EventPublisher, StepEvents
 from lookonce.engine.process.grammar import Compile
 from lookonce.errors import LookOnceError, RequestFailedError
 from lookonce.types.media import Array, MediaFeature, ProcessedItem
@@ -54,11 +55,25 @@ class EngineCore:
         self._external = external
         self._external_outputs = external_outputs
         self._broken_steps = 0
+        self._events: StepEvents | None = None
         self.add_figures: Callable[[], dict[str, float]] = dict
         """More counters for `stats`; benchmarks set this."""
 
     def step(self) -> SchedulerOutput | None:
         """One step; its output, None when there was nothing to do."""
+        output = self._step()
+        if self._events is not None:
+            self._events.flush()
+        return output
+
+    def publish(self, publisher: EventPublisher) -> None:
+        """From now on the caches tell `publisher` what they gain and lose; they are empty yet."""
+        self._events = publisher.open_step_events(
+            self._scheduler.block_size, self._scheduler.take_output_changes
+        )
+        self._scheduler.watch(self._events)
+
+    def _step(self) -> SchedulerOutput | None:
         plan = self._scheduler.plan()
         if plan is None:
             return self._scheduler.take_output() or None
