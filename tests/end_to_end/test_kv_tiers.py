@@ -8,7 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+import zmq
 
 from tests.support.drawing import ask
 from tests.support.kv_answers import QUESTION, SHAPES, by_tier, look, status, stored
@@ -32,11 +34,13 @@ def test_a_restart_and_a_second_server_find_what_the_first_one_computed(
     disk, shared = f"disk:{tmp_path}:1GB", f"valkey://127.0.0.1:{valkey.port}"
     outputs = ("--encoder-tier", shared)
     options = ("--kv-load", "always", "--kv-tier", "host:64MB", "--kv-tier", disk)
-    with LiveServer(*options, "--kv-tier", shared, *outputs) as first:
+    address = f"ipc://{Path(valkey.socket).parent}/events"
+    with LiveServer(*options, "--kv-tier", shared, *outputs, "--events", address) as first:
         assert status(look(first)) == "none"
         assert status(look(first)) == "shadowed"
         stored(first, "disk")
         stored(first, "valkey")
+        assert held(address) == (1, 1)
         first.post("/reset_prefix_cache")
         assert by_tier(look(first)).keys() == {"host"}
         assert status(look(first, scope="another")) == "none"
@@ -111,6 +115,26 @@ def test_a_block_that_is_lost_is_computed_again_or_refused_as_the_operator_said(
                 assert error["type"] == "service_unavailable_error"
                 assert "KV tier" in error["message"]
             look(server, scope=policy)
+
+
+def held(address: str) -> tuple[int, int]:
+    """By snapshots of a server's events: how many encoder outputs and items it holds. Its KV blocks
+    are a chain."""
+    found: dict[bytes, list[Any]] = {}
+    with zmq.Context() as context, context.socket(zmq.DEALER) as asks:
+        asks.connect(f"{address}.replay")
+        for topic in (b"kv-events", b"lookonce.encoder-outputs", b"lookonce.items"):
+            asks.send_multipart([b"", b"snapshot", topic])
+            assert asks.poll(20_000)
+            _, _, payload = asks.recv_multipart()
+            _, ((cleared, *_), *found[topic]) = msgspec.msgpack.decode(payload)
+            assert cleared in ("AllBlocksCleared", "AllKeysCleared")
+            assert asks.recv_multipart()[-1] == b"", "one batch is enough"
+    ((kind, hashes, parent, tokens, size, *_),) = found[b"kv-events"]
+    assert (kind, parent) == ("BlockStored", None)
+    assert len(tokens) == size * len(hashes) > 0
+    outputs, items = found[b"lookonce.encoder-outputs"], found[b"lookonce.items"]
+    return sum(len(keys) for _, keys in outputs), sum(len(keys) for _, keys in items)
 
 
 def look_after(server: LiveServer, text: str) -> dict[str, Any]:
