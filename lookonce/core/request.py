@@ -784,9 +784,10 @@ class BlockContent(NamedTuple):
 def block_content(sequence: Sequence, index: int, block_size: int) -> BlockContent:
     """Of a block whose hash is known. Of live sessions, which forget their items, without these."""
     start, end = index * block_size, (index + 1) * block_size
-    features, items = sequence.request.features, ()
-    if sequence.request.session is None:
-        items = tuple(features.keys_of(features.overlapping(start, end)))
+    features = sequence.request.features
+    remembered = sequence.request.session is None
+    indices = features.overlapping(start, end) if remembered else range(0)
+    items = tuple(features.keys_of(indices)) if indices else ()
     parent = sequence.block_hashes[index - 1] if index else None
     return BlockContent(parent, sequence.tokens.raw(start, end), items)
 

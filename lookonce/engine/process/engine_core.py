@@ -192,7 +192,7 @@ def _observe(external: ExternalPrefixCache, plan: StepPlan, seconds: float) -> N
 def _broken(plan: StepPlan, cause: Exception) -> StepResult:
     """The result of a step that raised: all sequences and items in it failed."""
     error = RequestFailedError(f"the model failed on this request ({type(cause).__name__})")
-    outputs = [each.key for each in (*plan.encode, *plan.received)]
+    outputs = [item.key for item in plan.encode] + [output.key for output in plan.received]
     return StepResult(
         token_ids=(-1,) * sum(chunk.sample for chunk in plan.scheduled),
         failed_items=dict.fromkeys((*outputs, *plan.restore), error),

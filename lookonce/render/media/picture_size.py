@@ -49,11 +49,12 @@ def upright_size(data: bytes | bytearray | memoryview) -> Size | None:
     only decoding tells."""
     view = memoryview(data)
     try:
-        if view[:8] == b"\x89PNG\r\n\x1a\n":
+        head = view[:12].tobytes()
+        if head[:8] == b"\x89PNG\r\n\x1a\n":
             return _png(view)
-        if view[:3] == b"\xff\xd8\xff":
+        if head[:3] == b"\xff\xd8\xff":
             return _jpeg(view)
-        if view[:4] == b"RIFF" and view[8:12] == b"WEBP":
+        if head[:4] == b"RIFF" and head[8:] == b"WEBP":
             return _webp(view)
     except (IndexError, struct.error):
         pass  # cut short
@@ -130,7 +131,7 @@ def _segments(view: memoryview) -> Iterator[tuple[int, memoryview]]:
 def _webp(view: memoryview) -> Size | None:
     kind = bytes(view[12:16])
     if kind == b"VP8 ":
-        if view[23:26] != b"\x9d\x01\x2a":
+        if view[23:26].tobytes() != b"\x9d\x01\x2a":
             return None
         width, height = struct.unpack_from("<HH", view, 26)
         return _turned((width & 0x3FFF, height & 0x3FFF), 1)
