@@ -27,7 +27,7 @@ from collections.abc import Collection
 from enum import Enum
 from typing import TypeAlias
 
-from lookonce.core.encoder_connector_state import EncoderConnectorState, StagedOutput
+from lookonce.core.encoder_connector_state import EncoderConnectorState
 from lookonce.core.mm_features import MANY, next_embed
 from lookonce.core.request import ReuseStats, Sequence, SequenceState
 from lookonce.core.scheduler_state import SchedulerState
@@ -107,6 +107,7 @@ class EncoderScheduler:
     ) -> Shortage | None:
         """Hold one output: cached, restored or about to be encoded. Returns what is short."""
         cache, stats, key = self._encoder_cache, sequence.request.reuse_stats, feature.key
+        connector = self._connector
         if step.room_kept:
             return Shortage.ROOM
         prefetched = index in sequence.prefetched
@@ -117,7 +118,7 @@ class EncoderScheduler:
                 return Shortage.ROOM
             self._counters.encoder_cache_restores += 1
             hit = not prefetched
-        elif (staged := self._staged(sequence, key)) is not None:
+        elif connector is not None and (staged := connector.staged(sequence.request, key)):
             if cache.try_allocate(key, feature.num_embeds, sequence.seq_id) is None:
                 return Shortage.ROOM
             step.received.append(ReceivedOutput(key, staged.output))
@@ -130,16 +131,12 @@ class EncoderScheduler:
             hit = False
         if prefetched:
             del sequence.prefetched[index]
-        if self._connector is not None:
-            self._connector.release(sequence.request, key)
+        if connector is not None:
+            connector.release(sequence.request, key)
         self._counters.encoder_cache_queries += 1
         self._counters.encoder_cache_hits += hit
         stats.note(index, "hit" if hit else "miss")
         return None
-
-    def _staged(self, sequence: Sequence, key: bytes) -> StagedOutput | None:
-        connector = self._connector
-        return None if connector is None else connector.staged(sequence.request, key)
 
     def _encode(
         self, sequence: Sequence, index: int, feature: MediaFeature, step: StepPass

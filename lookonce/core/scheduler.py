@@ -482,15 +482,22 @@ class UpdateFromOutput:
             return  # no prompt begins as its tokens do
         if sequence.cache_generation == pool.generation:
             sequence.hash_blocks(pool.block_size, num_full)
+            told = self._kv_connector is not None or pool.events is not None
             for index in range(sequence.num_registered, num_full):
                 block, block_hash = sequence.block_ids[index], sequence.block_hashes[index]
-                if pool.register(block, block_hash):
-                    if self._kv_connector is not None:
-                        self._kv_connector.note_registered(block_hash, block)
-                    if pool.events is not None:
-                        content = block_content(sequence, index, pool.block_size)
-                        pool.events.stored(block_hash, *content)
+                if pool.register(block, block_hash) and told:
+                    self._tell_registered(sequence, index)
         sequence.num_registered = num_full
+
+    def _tell_registered(self, sequence: Sequence, index: int) -> None:
+        """Tell the external tiers and subscribers of a block that was registered."""
+        block, block_hash = sequence.block_ids[index], sequence.block_hashes[index]
+        pool = self._state.block_pool
+        if self._kv_connector is not None:
+            self._kv_connector.note_registered(block_hash, block)
+        if pool.events is not None:
+            content = block_content(sequence, index, pool.block_size)
+            pool.events.stored(block_hash, *content)
 
     def _release_passed_items(self, sequence: Sequence) -> None:
         """Release the outputs of items that end at or before the last computed position."""
