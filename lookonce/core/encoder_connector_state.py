@@ -10,7 +10,7 @@ not in time, is encoded.
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -177,12 +177,11 @@ class EncoderConnectorState:
         if request.session is None:
             self._encoding += outputs
 
-    def store_encoded(self, failed: Container[bytes]) -> None:
-        """Offer what the last step encoded to the tiers."""
+    def store_encoded(self) -> None:
+        """Offer what the last step encoded to the tiers; what failed is not held, and is not."""
         if self._encoding:
-            outputs = [output for output in self._encoding if output[0] not in failed]
+            self._cache.store(self._encoding)
             self._encoding.clear()
-            self._cache.store(outputs)
 
     # --- figures --------------------------------------------------------------------------------
 

@@ -27,7 +27,7 @@ from collections.abc import Collection
 from enum import Enum
 from typing import TypeAlias
 
-from lookonce.core.encoder_connector_state import EncoderConnectorState
+from lookonce.core.encoder_connector_state import EncoderConnectorState, StagedOutput
 from lookonce.core.mm_features import MANY, next_embed
 from lookonce.core.request import ReuseStats, Sequence, SequenceState
 from lookonce.core.scheduler_state import SchedulerState
@@ -85,12 +85,13 @@ class EncoderScheduler:
         many = len(indices) >= MANY and not step.room_kept
         if many and self._acquire_new(sequence, indices, step):
             return end, None
+        acquire = self._acquire_one if self._connector is None else self._acquire_with_tiers
         for index, feature in zip(indices, features.window(indices), strict=True):
             if feature.is_embed is not None:
                 needed_from = next_embed(feature, start)
                 if needed_from is None or needed_from >= end:
                     continue
-            shortage = self._acquire_one(sequence, index, feature, step)
+            shortage = acquire(sequence, index, feature, step)
             if shortage is not None:
                 return self._end_before(feature, start, end), shortage
             held.append(index)
@@ -107,7 +108,6 @@ class EncoderScheduler:
     ) -> Shortage | None:
         """Hold one output: cached, restored or about to be encoded. Returns what is short."""
         cache, stats, key = self._encoder_cache, sequence.request.reuse_stats, feature.key
-        connector = self._connector
         if step.room_kept:
             return Shortage.ROOM
         prefetched = index in sequence.prefetched
@@ -118,12 +118,6 @@ class EncoderScheduler:
                 return Shortage.ROOM
             self._counters.encoder_cache_restores += 1
             hit = not prefetched
-        elif connector is not None and (staged := connector.staged(sequence.request, key)):
-            if cache.try_allocate(key, feature.num_embeds, sequence.seq_id) is None:
-                return Shortage.ROOM
-            step.received.append(ReceivedOutput(key, staged.output))
-            stats.note_tier(index, staged.tier)
-            hit = True
         else:
             shortage = self._encode(sequence, index, feature, step)
             if shortage is not None:
@@ -131,11 +125,48 @@ class EncoderScheduler:
             hit = False
         if prefetched:
             del sequence.prefetched[index]
-        if connector is not None:
-            connector.release(sequence.request, key)
         self._counters.encoder_cache_queries += 1
         self._counters.encoder_cache_hits += hit
         stats.note(index, "hit" if hit else "miss")
+        return None
+
+    def _acquire_with_tiers(
+        self, sequence: Sequence, index: int, feature: MediaFeature, step: StepPass
+    ) -> Shortage | None:
+        """As `_acquire_one`, where external tiers may have given the output, and keep what is
+        encoded."""
+        connector, request, key = self._connector, sequence.request, feature.key
+        assert connector is not None
+        staged = connector.staged(request, key)
+        num_encoded = len(step.encode)
+        if staged is None or step.room_kept or self._encoder_cache.has_anywhere(key):
+            shortage = self._acquire_one(sequence, index, feature, step)
+        else:
+            shortage = self._receive(sequence, index, feature, staged, step)
+        if len(step.encode) > num_encoded:
+            connector.note_encoding(request, [(key, feature.num_embeds)])
+        if shortage is None:
+            connector.release(request, key)
+        return shortage
+
+    def _receive(
+        self,
+        sequence: Sequence,
+        index: int,
+        feature: MediaFeature,
+        staged: StagedOutput,
+        step: StepPass,
+    ) -> Shortage | None:
+        """Hold an output that a tier has given: the step copies it to the device."""
+        key, rows, stats = feature.key, feature.num_embeds, sequence.request.reuse_stats
+        if self._encoder_cache.try_allocate(key, rows, sequence.seq_id) is None:
+            return Shortage.ROOM
+        step.received.append(ReceivedOutput(key, staged.output))
+        sequence.prefetched.pop(index, None)
+        self._counters.encoder_cache_queries += 1
+        self._counters.encoder_cache_hits += 1
+        stats.note(index, "hit")
+        stats.note_tier(index, staged.tier)
         return None
 
     def _encode(
@@ -151,8 +182,6 @@ class EncoderScheduler:
         if self._encoder_cache.try_allocate(key, rows, sequence.seq_id) is None:
             return Shortage.ROOM
         step.add_encode(key, item, rows, sequence.request.reuse_stats, index)
-        if self._connector is not None:
-            self._connector.note_encoding(sequence.request, [(key, rows)])
         return None
 
     def _acquire_new(self, sequence: Sequence, indices: range, step: StepPass) -> bool:

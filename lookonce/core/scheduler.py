@@ -429,7 +429,7 @@ class UpdateFromOutput:
                 stats.note_encoding(index, seconds)
                 stats.note_encoding_time(encodes_from, encodes_to)
         if self._encoder_connector is not None:
-            self._encoder_connector.store_encoded(result.failed_items)
+            self._encoder_connector.store_encoded()
         for key in result.lost_copies:
             encoder_cache.host.lose(key)
 

@@ -161,7 +161,8 @@ class ExternalEncoderCache(Protocol):
         """
 
     def store(self, outputs: Sequence[tuple[bytes, int]]) -> None:
-        """Keep outputs (key, rows) of the last step; dropped where the queue is full."""
+        """Keep outputs (key, rows) of the last step, as far as they are held; dropped where the
+        queue is full."""
 
     def poll(self) -> Sequence[LoadedOutput]: ...
 

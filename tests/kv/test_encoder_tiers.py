@@ -179,6 +179,33 @@ def test_a_request_that_ends_while_it_loads_leaves_nothing() -> None:
         assert tier.num_leases == 0
 
 
+def test_what_comes_for_a_request_that_has_ended_is_dropped() -> None:
+    tier = FaultyTier()
+    with OutputWorld(tier) as world:
+        world.serve(prompt("a"))
+        world.forget_device()
+        tier.hang = threading.Event()
+        world.add(gone := prompt("a"))
+        world.step()
+        world.scheduler.abort(gone.request_id)
+        tier.hang.set()
+        eventually(lambda: world.connector._loaded)
+        world.settle()
+        world.forget_device()
+        world.serve(one := prompt("a"))
+        assert world.reuse_stats[one.request_id].encoder_tiers == ((0, "faulty"),)
+
+
+def test_an_item_that_cannot_be_encoded_is_not_stored() -> None:
+    tier = FaultyTier()
+    with OutputWorld(tier) as world:
+        world.runner.failing_items.add(key("a"))
+        world.add(one := prompt("a", "b"))
+        world.settle()
+        assert world.reason(one.request_id) == "error"
+        assert list(tier.stored) == piece_names("b")
+
+
 # --- the fault matrix ----------------------------------------------------------------------------
 
 

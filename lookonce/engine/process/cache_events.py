@@ -24,7 +24,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import msgspec
@@ -51,8 +50,7 @@ HIGH_WATER_MARK = 100_000
 # --- what happened -------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Stored:
+class Stored(msgspec.Struct, frozen=True, gc=False):
     """A KV block was registered; fields as in `types.ports.BlockEvents.stored`."""
 
     key: bytes
@@ -61,20 +59,17 @@ class Stored:
     items: tuple[bytes, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Held:
+class Held(msgspec.Struct, frozen=True, gc=False):
     """An encoder output or a processed item is held now."""
 
     key: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Removed:
+class Removed(msgspec.Struct, frozen=True, gc=False):
     key: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Cleared:
+class Cleared(msgspec.Struct, frozen=True, gc=False):
     """Nothing is held any more."""
 
 
