@@ -11,9 +11,10 @@ import numpy as np
 from lookonce.config import EncoderConfig, KVConfig, ModelConfig, SchedulerConfig
 from lookonce.core.block_pool import BlockPool
 from lookonce.engine.process.build import assemble
-from lookonce.engine.process.kv_tiers import open_external, rope_of
+from lookonce.engine.process.kv_tiers import open_external, open_external_outputs, rope_of
 from lookonce.engine.process_io import EngineSettings
 from lookonce.kv.connector import KVConnector
+from lookonce.kv.encoder_connector import EncoderConnector
 from lookonce.model.attention.select import resolve_block_size, select_backend
 from lookonce.model.kv_pages import PageCopier
 from lookonce.model.loader import LoadedModel, load_model
@@ -35,6 +36,7 @@ class BenchEngine:
         self,
         loaded: LoadedModel,
         *tiers: TierSpec,
+        encoder_tiers: Sequence[TierSpec] = (),
         scheduler: SchedulerConfig = SchedulerConfig(),  # noqa: B008 - frozen
         stopwatch: Callable[[KVConnector], None] = lambda connector: None,
     ) -> None:
@@ -43,7 +45,7 @@ class BenchEngine:
             model=ModelConfig(folder="", served_name="bench"),
             scheduler=scheduler,
             kv=kv,
-            encoder=EncoderConfig(),
+            encoder=EncoderConfig(tiers=tuple(encoder_tiers)),
             address="",
         )
         family = loaded.family
@@ -63,8 +65,14 @@ class BenchEngine:
             rope = rope_of(family.text_config)
             self.external = open_external(kv, loaded.info, rope, runner.page_copier())
             stopwatch(self.external)
+        self.outputs: EncoderConnector | None = None
+        if encoder_tiers:
+            copier = runner.output_copier()
+            self.outputs = open_external_outputs(settings.encoder, loaded.info, copier)
         pool = BlockPool(NUM_BLOCKS, block_size)
-        self.core, _ = assemble(loaded.info, runner, settings, pool, self.external)
+        self.core, _ = assemble(
+            loaded.info, runner, settings, pool, self.external, external_outputs=self.outputs
+        )
         self.core.wake_with(self._woken.set)
 
     def __enter__(self) -> BenchEngine:
@@ -95,7 +103,7 @@ class BenchEngine:
 
     def settle(self) -> None:
         """Step until every store of the tiers is done."""
-        while self.external is not None:
+        while self.external is not None or self.outputs is not None:
             self.core.step()
             stats = self.core.stats()
             if not any(v for k, v in stats.items() if "queue_bytes" in k or "blocks_held" in k):

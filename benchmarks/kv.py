@@ -2,6 +2,7 @@
 
 bandwidth     loading and storing blocks, beside the plain operation underneath in the same run
 first token   a 4,000-token prompt with pictures: computed, found on the device, in each tier
+encoder       a short prompt with the same pictures after other text: encoded, and in each tier
 stores        tokens/s of running requests while their KV is stored, over those without a tier
 loop          CPU time that the step loop spends inside tier calls, while a Valkey hangs and dies
 """
@@ -59,6 +60,7 @@ def main(arguments: Sequence[str]) -> int:
         reports = [
             bandwidth_report(loaded, tiers),
             first_token_report(loaded, tiers, options.repeats),
+            encoder_report(loaded, tiers, options.repeats),
             stores_report(loaded, tiers, options.pairs),
         ]
         if server is not None:
@@ -264,6 +266,45 @@ def _first_token(engine: BenchEngine, seed: int, *, forget: bool) -> tuple[float
     seconds, deltas = engine.run([prompt])
     reuse_stats = deltas[0].reuse_stats
     return seconds, 0 if reuse_stats is None else reuse_stats.external_cached_tokens
+
+
+# --- Encoder outputs -----------------------------------------------------------------------------
+
+
+def encoder_report(loaded: LoadedModel, tiers: dict[str, TierSpec], repeats: int) -> Report:
+    """One row per place that the encoder outputs come from; no KV is reused."""
+    report = Report(
+        "kv (encoder outputs)",
+        ("from", "ms", "of encoding", "encoder runs", "loaded outputs"),
+        notes=[f"{OUTPUT_TOKENS:,} tokens, {PICTURES} pictures, medians of {repeats}"],
+    )
+    base = 0.0
+    for name, specs in {"encoded": (), **{name: (tier,) for name, tier in tiers.items()}}.items():
+        with BenchEngine(loaded, encoder_tiers=specs) as engine:
+            _seconds_with_outputs(engine)
+            engine.settle()
+            before = engine.core.stats()
+            seconds = median([_seconds_with_outputs(engine) for _ in range(repeats)])
+            after = engine.core.stats()
+        base = base or seconds
+        counts = [
+            int(after.get(count, 0) - before.get(count, 0)) // repeats
+            for count in ("encoder_runs_total", "external_encoder_cache_hits_total")
+        ]
+        report.add(name, 1e3 * seconds, seconds / base, *counts)
+    return report
+
+
+OUTPUT_TOKENS = 256
+
+
+def _seconds_with_outputs(engine: BenchEngine) -> float:
+    """Seconds to the first token of a prompt of new text with pictures that are always the same."""
+    engine.forget_device()
+    name = str(time.time_ns())
+    request, items = prompt_with_pictures(name, OUTPUT_TOKENS, PICTURES, seed=1)
+    seconds, _ = engine.run([(request, items)])
+    return seconds
 
 
 # --- Throughput while stores go on ---------------------------------------------------------------

@@ -20,6 +20,7 @@ from datetime import UTC, datetime
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, TypeVar
+from urllib.parse import parse_qsl
 
 from lookonce.errors import ConfigError
 from lookonce.types.cpu import cpu_multiplies_bf16
@@ -164,6 +165,8 @@ class EncoderConfig:
     cache_bytes: int = GIB // 2
     host_cache_bytes: int = 0
     """Host memory for outputs that leave the device; 0: none."""
+    tiers: tuple[TierSpec, ...] = ()
+    """External tiers of encoder outputs, nearest first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,6 +334,24 @@ class OtlpConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class EventsConfig:
+    """Where the engine tells what its caches gain and lose: ZMQ endpoints that it binds."""
+
+    address: str
+    replay_address: str
+    topic: str = "kv-events"
+    """Of KV blocks."""
+    form: Literal["array", "map"] = "array"
+    """Of each event: vLLM has sent both."""
+    blocks_only: bool = False
+    """Nothing but KV blocks is told."""
+
+
+ENCODER_TOPIC, ITEM_TOPIC = "lookonce.encoder-outputs", "lookonce.items"
+"""Of events about encoder outputs and processed items."""
+
+
+@dataclass(frozen=True, slots=True)
 class Config:
     model: ModelConfig
     scheduler: SchedulerConfig
@@ -341,6 +362,7 @@ class Config:
     channel: ChannelConfig
     logs: LogConfig = field(default_factory=LogConfig)
     otlp: OtlpConfig = field(default_factory=OtlpConfig)
+    events: EventsConfig | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -386,6 +408,7 @@ class Options:
     kv_load_failure_policy: str = "recompute"
     encoder_cache_gb: float = 0.5
     encoder_cache_host_gb: float = 0.0
+    encoder_tier: tuple[str, ...] = ()
     encoder_prefetch: bool = True
     mm_processor_cache_gb: float = 4.0
     mm_processor_cache_type: str = DEFAULT_CACHE_TYPE
@@ -409,6 +432,7 @@ class Options:
     log_level: str = "info"
     otlp_endpoint: str | None = None
     otlp_sample_ratio: float = 1.0
+    events: str | None = None
     closed_schemas: bool = True
     root_path: str = ""
     response_store: str | None = None
@@ -448,6 +472,7 @@ def resolve(options: Options) -> Config:
         encoder=EncoderConfig(
             cache_bytes=int(options.encoder_cache_gb * GIB),
             host_cache_bytes=int(options.encoder_cache_host_gb * GIB),
+            tiers=tuple(_tier("--encoder-tier", text) for text in options.encoder_tier),
         ),
         media=_media(options),
         server=ServerConfig(
@@ -497,6 +522,7 @@ def resolve(options: Options) -> Config:
             level=_one_of("--log-level", options.log_level, LOG_LEVELS),
         ),
         otlp=OtlpConfig(_otlp_endpoint(options.otlp_endpoint), options.otlp_sample_ratio),
+        events=None if options.events is None else parse_events(options.events),
     )
 
 
@@ -507,7 +533,7 @@ def _kv(options: Options) -> KVConfig:
         cache_bytes=int(options.kv_cache_gb * GIB),
         block_size=options.block_size,
         prefix_caching=options.prefix_caching,
-        tiers=tuple(map(_tier, options.kv_tier)),
+        tiers=tuple(_tier("--kv-tier", text) for text in options.kv_tier),
         load_policy=_one_of("--kv-load", options.kv_load, ("auto", "always")),
         load_failure_policy=_one_of(
             "--kv-load-failure-policy", options.kv_load_failure_policy, ("recompute", "fail")
@@ -515,10 +541,10 @@ def _kv(options: Options) -> KVConfig:
     )
 
 
-def _tier(text: str) -> TierSpec:
-    spec = parse_tier_spec(text)
+def _tier(option: str, text: str) -> TierSpec:
+    spec = parse_tier_spec(text, option)
     if spec.kind == "lmcache" and find_spec("lmcache") is None:
-        raise ConfigError(LMCACHE_MISSING)
+        raise ConfigError(f"{option} {LMCACHE_MISSING}")
     return spec
 
 
@@ -776,6 +802,44 @@ def load_certificate(context: ssl.SSLContext, certfile: str, keyfile: str | None
             f"--ssl-certfile, --ssl-keyfile: not a certificate and its key without password: "
             f"{reason}"
         ) from None
+
+
+def parse_events(text: str) -> EventsConfig:
+    """`tcp://HOST:PORT` or `ipc://PATH`, then `?topic=…&form=array|map&replay=ADDRESS&only=kv`.
+
+    Replay is by default at the next port, or at the path with `.replay`. Raises `ConfigError`,
+    also without pyzmq.
+    """
+    address, _, query = text.partition("?")
+    given = dict(parse_qsl(query, keep_blank_values=True))
+    replay = given.pop("replay", "") or _next_address(address)
+    topic, only = given.pop("topic", "kv-events"), given.pop("only", "")
+    form = _one_of("--events form", given.pop("form", "array"), _EVENT_FORMS)
+    if (
+        given
+        or only not in ("", "kv")
+        or not (_EVENTS_ADDRESS.fullmatch(address) and _EVENTS_ADDRESS.fullmatch(replay))
+    ):
+        raise ConfigError(
+            f"--events: {text!r} is neither tcp://HOST:PORT nor ipc://PATH, with ?topic=NAME, "
+            "&form=array|map, &only=kv or &replay=ADDRESS after it"
+        )
+    if topic in (ENCODER_TOPIC, ITEM_TOPIC):
+        raise ConfigError(f"--events: the topic {topic!r} is that of other events")
+    if find_spec("zmq") is None:
+        raise ConfigError("--events needs the optional extra: pip install 'lookonce[events]'")
+    return EventsConfig(address, replay, topic, form, blocks_only=only == "kv")
+
+
+_EVENT_FORMS: tuple[Literal["array", "map"], ...] = ("array", "map")
+_EVENTS_ADDRESS = re.compile(r"tcp://(\*|\[[0-9A-Fa-f:]+\]|[^\s:/?*]+):[0-9]{1,5}|ipc://[^\s?]+")
+
+
+def _next_address(address: str) -> str:
+    host, _, port = address.rpartition(":")
+    if address.startswith("ipc:"):
+        return f"{address}.replay"
+    return f"{host}:{int(port) + 1}" if port.isdecimal() else ""
 
 
 def _otlp_endpoint(url: str | None) -> str | None:

@@ -11,7 +11,7 @@ engine's input thread uses it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -44,6 +44,8 @@ class Store:
         self._entries: dict[bytes, _Entry] = {}
         self._shares: dict[str, Share] = {}
         self._held: dict[str, dict[bytes, ProcessedItem]] = {}
+        self.on_change: Callable[[bytes, bool], None] | None = None
+        """Called with each key whose item comes (True) or goes."""
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -98,7 +100,7 @@ class Store:
         The first copy stays: requests may hold it.
         """
         entry = self._list(sender, key, item.nbytes)
-        return self._fill(entry, item)
+        return self._fill(key, entry, item)
 
     def adopt(self, sender: str, key: bytes, nbytes: int) -> None:
         """List a key that another sender added, whether or not its item is still there."""
@@ -143,7 +145,7 @@ class Store:
 
     def hold_loose(self, request_id: str, key: bytes, item: ProcessedItem) -> None:
         """Hold an item for a request without listing it for a sender."""
-        self._fill(self._entries.setdefault(key, _Entry(None)), item)
+        self._fill(key, self._entries.setdefault(key, _Entry(None)), item)
         self.hold(request_id, (key,))
 
     def release(self, request_id: str) -> None:
@@ -165,11 +167,13 @@ class Store:
         share.nbytes += nbytes - (before or 0)
         return entry
 
-    def _fill(self, entry: _Entry, item: ProcessedItem) -> bool:
+    def _fill(self, key: bytes, entry: _Entry, item: ProcessedItem) -> bool:
         if entry.item is not None:
             return False
         entry.item = item
         self.nbytes += item.nbytes
+        if self.on_change is not None:
+            self.on_change(key, True)
         return True
 
     def _leave_if_unused(self, key: bytes, entry: _Entry) -> None:
@@ -178,6 +182,8 @@ class Store:
         del self._entries[key]
         if entry.item is not None:
             self.nbytes -= entry.item.nbytes
+            if self.on_change is not None:
+                self.on_change(key, False)
 
     def check_integrity(self) -> None:
         """Recount everything. Raises `AssertionError` naming the rule that is broken. O(n)."""

@@ -48,6 +48,7 @@ BENCHMARKS: dict[str, tuple[str, str]] = {
     "attention": ("benchmarks.attention", "our attention kernel beside what torch offers"),
     "ear": ("benchmarks.ear", "the word error rate of nano-ear on voices it never heard"),
     "engine": ("benchmarks.engine", "a decode step beside the bare model and transformers"),
+    "events": ("benchmarks.events", "what --events costs a step"),
     "fairness": ("benchmarks.fairness", "what one tenant's attacks cost another one"),
     "film": ("benchmarks.film", "a window that slides over a film, beside resending all frames"),
     "items": ("benchmarks.items", "what 128,000 media items in one request cost per step"),

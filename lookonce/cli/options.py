@@ -66,6 +66,8 @@ HELP: dict[str, str] = {
     "kv_load_failure_policy": "recompute or fail: what becomes of a prompt whose load failed.",
     "encoder_cache_gb": "Memory for encoder outputs of media, GiB.",
     "encoder_cache_host_gb": "Host memory for encoder outputs that leave the device, GiB.",
+    "encoder_tier": "Keep encoder outputs beyond the device, in tiers named as for --kv-tier: what "
+    "one server encoded, others that share a tier do not; repeatable, nearest first.",
     "encoder_prefetch": "Encode media of later chunks and waiting requests where that pays.",
     "mm_processor_cache_gb": "Memory for processed media, GiB; 0 turns this cache off.",
     "mm_processor_cache_type": "shm: processed media lies in shared memory, written once and read "
@@ -88,6 +90,8 @@ HELP: dict[str, str] = {
     "strict_requests": "Refuse requests with unknown fields, which are ignored otherwise.",
     "log_format": "text, or json: one JSON object a line.",
     "otlp_endpoint": "Send traces and metrics to this OTLP/HTTP collector: http://host:4318.",
+    "events": "Publish what the caches gain and lose on ZMQ, KV blocks as vLLM does: "
+    "tcp://HOST:PORT or ipc://PATH, and replay at the next port; needs lookonce[events].",
     "otlp_sample_ratio": "Share of requests that are traced, where their sender does not say.",
     "log_level": "debug (a line per request), info, warning or error.",
     "closed_schemas": "Objects of JSON schemas have no keys but their properties, unless "
@@ -145,6 +149,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "kv_load_failure_policy",
         "encoder_cache_gb",
         "encoder_cache_host_gb",
+        "encoder_tier",
         "mm_processor_cache_gb",
         "mm_processor_cache_type",
         "mm_hash_algorithm",
@@ -163,7 +168,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "max_decode_seconds",
         "max_document_pages",
     ),
-    "logs": ("log_format", "log_level", "otlp_endpoint", "otlp_sample_ratio"),
+    "logs": ("log_format", "log_level", "otlp_endpoint", "otlp_sample_ratio", "events"),
 }
 """Heading of the help → its options; what is in none is under "other"."""
 OTHER = "other"

@@ -32,6 +32,8 @@ def check_machine(config: Config) -> None:
     check_memory(config)
     for spec in config.kv.tiers:
         check_tier(spec)
+    for spec in config.encoder.tiers:
+        check_tier(spec, "--encoder-tier")
 
 
 def check_device(device: str) -> None:
@@ -86,9 +88,10 @@ def check_memory(config: Config) -> None:
     if config.model.device == "cpu":
         on_host["--kv-cache-gb"] = config.kv.cache_bytes
         on_host["--encoder-cache-gb"] = config.encoder.cache_bytes
-    for tier in config.kv.tiers:
-        if tier.kind == "host":
-            on_host["--kv-tier host"] = tier.capacity_bytes
+    for option, tiers in (("--kv-tier", config.kv.tiers), ("--encoder-tier", config.encoder.tiers)):
+        for tier in tiers:
+            if tier.kind == "host":
+                on_host[f"{option} host"] = tier.capacity_bytes
     for option, nbytes in on_host.items():
         if nbytes > memory:
             raise ConfigError(
@@ -129,33 +132,33 @@ def _numbers(part: Any, name: str) -> Iterator[float]:
             yield from _numbers(value, name)
 
 
-def check_tier(spec: TierSpec) -> None:
+def check_tier(spec: TierSpec, option: str = "--kv-tier") -> None:
     """Whether a tier on the network takes connections, and a folder can be written."""
     if spec.kind == "disk" and spec.path is not None:
-        _check_folder(Path(spec.path))
+        _check_folder(Path(spec.path), option)
     elif spec.kind == "valkey" and spec.path is not None:
-        _check_socket(spec.path)
+        _check_socket(spec.path, option)
     elif spec.kind in ("valkey", "lmcache"):
         where = f"{spec.kind}://{spec.host}:{spec.port}"
         if reason := connection_error(spec.host or "", spec.port, TIER_SECONDS):
-            raise ConfigError(f"--kv-tier: {where} does not answer: {reason}")
+            raise ConfigError(f"{option}: {where} does not answer: {reason}")
 
 
-def _check_socket(path: str) -> None:
+def _check_socket(path: str, option: str) -> None:
     with socket.socket(socket.AF_UNIX) as probe:
         probe.settimeout(TIER_SECONDS)
         try:
             probe.connect(path)
         except OSError as error:
             reason = error.strerror or str(error)
-            raise ConfigError(f"--kv-tier: valkey://{path} does not answer: {reason}") from None
+            raise ConfigError(f"{option}: valkey://{path} does not answer: {reason}") from None
 
 
-def _check_folder(folder: Path) -> None:
+def _check_folder(folder: Path, option: str) -> None:
     """A folder that is not there is made, as the tier would."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"--kv-tier: {folder} cannot be made: {error.strerror}") from None
+        raise ConfigError(f"{option}: {folder} cannot be made: {error.strerror}") from None
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise ConfigError(f"--kv-tier: {folder} cannot be written")
+        raise ConfigError(f"{option}: {folder} cannot be written")

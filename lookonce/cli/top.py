@@ -27,6 +27,7 @@ REUSE = {
     "encoder cache": ("encoder_cache", "encoder_cache_bytes"),
     "prefix cache": ("prefix_cache", None),
     "KV tiers": ("external_prefix_cache", None),
+    "encoder tiers": ("external_encoder_cache", None),
     "token cache": ("token_cache", "token_cache_bytes"),
 }
 """Row → the metric's name before `_queries_total` and `_hits_total`, and of its bytes."""

@@ -13,11 +13,21 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
+from lookonce.types.ports import BlockEvents
+
 
 class BlockPool:
     """Allocates block ids `[0, num_blocks)`; each block has `block_size` tokens."""
 
-    __slots__ = ("_by_hash", "_free", "_hashes", "_references", "block_size", "generation")
+    __slots__ = (
+        "_by_hash",
+        "_free",
+        "_hashes",
+        "_references",
+        "block_size",
+        "events",
+        "generation",
+    )
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         if num_blocks < 1 or block_size < 1:
@@ -25,6 +35,8 @@ class BlockPool:
         self.block_size = block_size
         self.generation = 0
         """Number of resets. Blocks allocated in an earlier generation must not be registered."""
+        self.events: BlockEvents | None = None
+        """Is told of each hash that is forgotten; who registers a block tells what it holds."""
         self._references = [0] * num_blocks
         self._hashes: list[bytes | None] = [None] * num_blocks
         self._by_hash: dict[bytes, int] = {}
@@ -120,6 +132,8 @@ class BlockPool:
     def reset(self) -> None:
         """Forget all hashes; referenced blocks stay referenced."""
         self.generation += 1
+        if self.events is not None:
+            self.events.cleared()
         self._by_hash.clear()
         self._hashes = [None] * len(self._references)
 
@@ -146,3 +160,5 @@ class BlockPool:
         if block_hash is not None:
             del self._by_hash[block_hash]
             self._hashes[block] = None
+            if self.events is not None:
+                self.events.removed(block_hash)

@@ -57,6 +57,10 @@ class EncoderCache:
         self._usual_cost = 0.0
         """Running mean of the recorded costs per byte; assumed for entries without one."""
         self._dropped: list[bytes] = []
+        self._changed: set[bytes] | None = None
+        """Keys that have come or gone since `take_changes`; None: nobody asks."""
+        self._told: set[bytes] = set()
+        """Keys that were held at the last `take_changes`."""
 
     def __contains__(self, key: bytes) -> bool:
         return key in self._entries
@@ -129,6 +133,8 @@ class EncoderCache:
                 return None
             evicted = self._evict_until(self.capacity_bytes - num_bytes)
         self._used_bytes += num_bytes
+        if self._changed is not None:
+            self._changed.add(key)
         if holder is None:
             entry = entries[key] = EncoderCacheEntry(key, num_bytes, self._usual_cost)
             self._unheld_bytes += num_bytes
@@ -171,6 +177,8 @@ class EncoderCache:
         if self._used_bytes + total > self.capacity_bytes:
             self._evict_until(self.capacity_bytes - total)
         entries.update(new)
+        if self._changed is not None:
+            self._changed.update(new)
         held = self._held.get(holder)
         if held is None:
             self._held[holder] = new
@@ -193,6 +201,8 @@ class EncoderCache:
         if self._used_bytes + num_bytes > self.capacity_bytes:
             self._evict_until(self.capacity_bytes - num_bytes)
         self._entries[key] = EncoderCacheEntry(key, num_bytes, self._usual_cost)
+        if self._changed is not None:
+            self._changed.add(key)
         self._used_bytes += num_bytes
         self._unheld_bytes += num_bytes
         self._awaited[key] = None
@@ -333,6 +343,23 @@ class EncoderCache:
         self._dropped.clear()
         return dropped
 
+    def watch(self) -> None:
+        """From now on `take_changes` says which outputs have come and gone."""
+        self._changed = self.host.changed = set(self._entries) | set(self.host.copies)
+
+    def take_changes(self) -> tuple[list[bytes], list[bytes]]:
+        """Keys that are held, on the device or the host, and were not at the last call; and those
+        of which the reverse is true."""
+        if not self._changed:
+            return [], []
+        held = {key for key in self._changed if self.has_anywhere(key)}
+        come = [key for key in held if key not in self._told]
+        gone = [key for key in self._changed if key not in held and key in self._told]
+        self._changed.clear()
+        self._told.update(come)
+        self._told.difference_update(gone)
+        return come, gone
+
     def check_integrity(self) -> None:
         """Raise `RuntimeError` where bytes, holders and the eviction order disagree."""
         entries = self._entries
@@ -391,11 +418,15 @@ class EncoderCache:
         self._unheld_bytes -= freed
         self._used_bytes -= freed
         evicted = tuple([entry.key for entry in left])
+        if self._changed is not None:
+            self._changed.update(evicted)
         self._dropped += evicted
         return evicted
 
     def _drop(self, entry: EncoderCacheEntry) -> None:
         del self._entries[entry.key]
+        if self._changed is not None:
+            self._changed.add(entry.key)
         self._order.remove(entry)
         if entry.key in self._awaited:
             self._forget_awaited(entry)

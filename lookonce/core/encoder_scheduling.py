@@ -4,6 +4,7 @@ Of an item that a chunk touches, the encoder output is
 
     on the device    held
     on the host      given room on the device, held, and copied back
+    in a tier        loaded before the sequence is admitted; then as if it were on the host
     nowhere          given room, held, and encoded: this needs the item, and encoder budget
 
 Outputs of later chunks and of waiting requests are encoded ahead (prefetched) in encoder budget
@@ -26,11 +27,12 @@ from collections.abc import Collection
 from enum import Enum
 from typing import TypeAlias
 
+from lookonce.core.encoder_connector_state import EncoderConnectorState, StagedOutput
 from lookonce.core.mm_features import MANY, next_embed
 from lookonce.core.request import ReuseStats, Sequence, SequenceState
 from lookonce.core.scheduler_state import SchedulerState
 from lookonce.types.media import MediaFeature, Modality, ProcessedItem
-from lookonce.types.step import EncodeItem, NewSequence, ScheduledSequence
+from lookonce.types.step import EncodeItem, NewSequence, ReceivedOutput, ScheduledSequence
 
 MAX_PREFETCHED_SEQUENCES = 16
 """Sequences considered for prefetching in one step, of those that run and of those that wait."""
@@ -58,7 +60,13 @@ class Shortage(Enum):
 class EncoderScheduler:
     """Holds the encoder outputs that planned chunks need, and plans the encoder runs for them."""
 
-    def __init__(self, state: SchedulerState, unsplittable: Collection[Modality]) -> None:
+    def __init__(
+        self,
+        state: SchedulerState,
+        unsplittable: Collection[Modality],
+        connector: EncoderConnectorState | None = None,
+    ) -> None:
+        self._connector = connector
         self._encoder_cache = state.encoder_cache
         self._counters = state.counters
         self._unsplittable = frozenset(unsplittable)
@@ -77,12 +85,13 @@ class EncoderScheduler:
         many = len(indices) >= MANY and not step.room_kept
         if many and self._acquire_new(sequence, indices, step):
             return end, None
+        acquire = self._acquire_one if self._connector is None else self._acquire_with_tiers
         for index, feature in zip(indices, features.window(indices), strict=True):
             if feature.is_embed is not None:
                 needed_from = next_embed(feature, start)
                 if needed_from is None or needed_from >= end:
                     continue
-            shortage = self._acquire_one(sequence, index, feature, step)
+            shortage = acquire(sequence, index, feature, step)
             if shortage is not None:
                 return self._end_before(feature, start, end), shortage
             held.append(index)
@@ -121,6 +130,45 @@ class EncoderScheduler:
         stats.note(index, "hit" if hit else "miss")
         return None
 
+    def _acquire_with_tiers(
+        self, sequence: Sequence, index: int, feature: MediaFeature, step: StepPass
+    ) -> Shortage | None:
+        """As `_acquire_one`, where external tiers may have given the output, and keep what is
+        encoded."""
+        connector, request, key = self._connector, sequence.request, feature.key
+        assert connector is not None
+        staged = connector.staged(request, key)
+        num_encoded = len(step.encode)
+        if staged is None or step.room_kept or self._encoder_cache.has_anywhere(key):
+            shortage = self._acquire_one(sequence, index, feature, step)
+        else:
+            shortage = self._receive(sequence, index, feature, staged, step)
+        if len(step.encode) > num_encoded:
+            connector.note_encoding(request, [(key, feature.num_embeds)])
+        if shortage is None:
+            connector.release(request, key)
+        return shortage
+
+    def _receive(
+        self,
+        sequence: Sequence,
+        index: int,
+        feature: MediaFeature,
+        staged: StagedOutput,
+        step: StepPass,
+    ) -> Shortage | None:
+        """Hold an output that a tier has given: the step copies it to the device."""
+        key, rows, stats = feature.key, feature.num_embeds, sequence.request.reuse_stats
+        if self._encoder_cache.try_allocate(key, rows, sequence.seq_id) is None:
+            return Shortage.ROOM
+        step.received.append(ReceivedOutput(key, staged.output))
+        sequence.prefetched.pop(index, None)
+        self._counters.encoder_cache_queries += 1
+        self._counters.encoder_cache_hits += 1
+        stats.note(index, "hit")
+        stats.note_tier(index, staged.tier)
+        return None
+
     def _encode(
         self, sequence: Sequence, index: int, feature: MediaFeature, step: StepPass
     ) -> Shortage | None:
@@ -145,6 +193,8 @@ class EncoderScheduler:
         request, cache = sequence.request, self._encoder_cache
         if not request.features.all_plain:
             return False
+        if self._connector is not None and self._connector.has_staged(request):
+            return False
         keys = request.features.keys_of(indices)
         items = request.items_of(indices)
         if items is None:
@@ -158,6 +208,8 @@ class EncoderScheduler:
         step.encode_owners.append((request.reuse_stats, indices))
         for index in request.reuse_stats.listed(indices):
             request.reuse_stats.note(index, "miss")
+        if self._connector is not None:
+            self._connector.note_encoding(request, list(zip(keys, rows, strict=True)))
         self._counters.encoder_cache_queries += len(keys)
         sequence.held.extend(indices)
         return True
@@ -166,12 +218,19 @@ class EncoderScheduler:
 class EncoderPrefetcher:
     """Plans encoder runs for items that later steps will need.
 
-    `ahead_of_admission`: for waiting requests too. Off where external KV tiers may hold their
-    prefixes: items within a cached prefix need not be encoded, and the tiers have not answered yet.
+    `ahead_of_admission`: for waiting requests too. Off where external tiers may hold their prefixes
+    or outputs, which need not be encoded: the tiers have not answered yet.
     """
 
-    def __init__(self, state: SchedulerState, *, ahead_of_admission: bool) -> None:
+    def __init__(
+        self,
+        state: SchedulerState,
+        *,
+        ahead_of_admission: bool,
+        connector: EncoderConnectorState | None = None,
+    ) -> None:
         self._state = state
+        self._connector = connector
         self._ahead_of_admission = ahead_of_admission
 
     def plan(self, step: StepPass) -> None:
@@ -233,6 +292,8 @@ class EncoderPrefetcher:
         item = request.items.get(feature.key)
         if item is None or cache.has_anywhere(feature.key):
             return 0
+        if self._connector is not None and self._connector.holds(feature.key):
+            return 0
         rows = feature.num_embeds
         if rows > rows_left or not step.encoder.affords(rows):
             return None
@@ -241,6 +302,8 @@ class EncoderPrefetcher:
         sequence.prefetched[index] = feature.key
         self._state.counters.encoder_prefetches += 1
         step.add_encode(feature.key, item, rows, request.reuse_stats, index)
+        if self._connector is not None:
+            self._connector.note_encoding(request, [(feature.key, rows)])
         return rows
 
 
@@ -252,6 +315,7 @@ class StepPass:
         "encode_owners",
         "encoder",
         "new",
+        "received",
         "room_kept",
         "scheduled",
         "stalled",
@@ -264,6 +328,7 @@ class StepPass:
         """Token positions that can still be scheduled."""
         self.encoder = EncoderBudget(encoder_rows)
         self.new: list[NewSequence] = []
+        self.received: list[ReceivedOutput] = []
         self.encode: list[EncodeItem] = []
         self.encode_owners: EncodeOwners = []
         self.scheduled: list[ScheduledSequence] = []

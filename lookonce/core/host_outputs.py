@@ -30,12 +30,22 @@ class HostOutputs:
     Moves collect until `take_moves`; a move and its opposite cancel out.
     """
 
-    __slots__ = ("_dropped", "_offload", "_restore", "_used_bytes", "capacity_bytes", "copies")
+    __slots__ = (
+        "_dropped",
+        "_offload",
+        "_restore",
+        "_used_bytes",
+        "capacity_bytes",
+        "changed",
+        "copies",
+    )
 
     def __init__(self, capacity_bytes: int) -> None:
         self.capacity_bytes = capacity_bytes
         self.copies: OrderedDict[bytes, int] = OrderedDict()
         """Key → bytes, least recently used first. Only this class changes it."""
+        self.changed: set[bytes] | None = None
+        """Takes the keys of copies that leave, where somebody asks."""
         self._used_bytes = 0
         self._offload: dict[bytes, None] = {}
         self._restore: dict[bytes, None] = {}
@@ -86,6 +96,8 @@ class HostOutputs:
         num_bytes = self.copies.pop(key, None)
         if num_bytes is None:
             return
+        if self.changed is not None:
+            self.changed.add(key)
         self._used_bytes -= num_bytes
         self._restore.pop(key, None)
         if key in self._offload:

@@ -11,10 +11,10 @@ write or read them, even if the request has ended (quarantine).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
-from lookonce.core.request import Request, Sequence
+from lookonce.core.request import BlockContent, Request, Sequence, block_content
 from lookonce.core.scheduler_state import SchedulerState
 from lookonce.errors import UnavailableError
 from lookonce.types.kv import ExternalCacheStats, LoadReport
@@ -40,6 +40,8 @@ class _Load:
     hashes: list[bytes]
     num_local: int
     generation: int
+    contents: list[BlockContent] = field(default_factory=list)
+    """Of each block from `num_local` on, where events are published."""
 
 
 class KVConnectorState:
@@ -55,7 +57,7 @@ class KVConnectorState:
         self._cache = cache
         self._state = state
         self._pool = state.block_pool
-        state.on_end = self._finish
+        state.on_end.append(self._finish)
         self._fail_on_loss = fail_on_loss
         self._loads: dict[int, _Load] = {}
         self._stores: dict[int, list[int]] = {}
@@ -96,7 +98,12 @@ class KVConnectorState:
         # The lookup, and with it the hashing, may have been made for another sample.
         sequence.hash_blocks(self._pool.block_size, num_blocks)
         hashes = sequence.block_hashes[:num_blocks]
-        self._loads[ticket] = _Load(request_id, blocks, hashes, num_local, self._pool.generation)
+        load = _Load(request_id, blocks, hashes, num_local, self._pool.generation)
+        if self._pool.events is not None:
+            size = self._pool.block_size
+            indices = range(num_local, num_blocks)
+            load.contents.extend(block_content(sequence, index, size) for index in indices)
+        self._loads[ticket] = load
         self._state.begin_loading(sequence)
         return LoadDecision.LOADING
 
@@ -148,7 +155,10 @@ class KVConnectorState:
         load = self._loads.get(report.ticket)
         if load is not None and load.generation == self._pool.generation:
             for index in range(load.num_local, load.num_local + report.num_loaded):
-                self._pool.register(load.block_ids[index], load.hashes[index])
+                registered = self._pool.register(load.block_ids[index], load.hashes[index])
+                if registered and self._pool.events is not None and load.contents:
+                    content = load.contents[index - load.num_local]
+                    self._pool.events.stored(load.hashes[index], *content)
         request = self._state.queues.requests.get(report.request_id)
         if request is None:
             return

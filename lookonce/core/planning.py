@@ -18,6 +18,7 @@ from collections.abc import Collection, Iterable
 
 from lookonce.config import SchedulerConfig
 from lookonce.core.decode_shares import DecodeShares
+from lookonce.core.encoder_connector_state import EncoderConnectorState
 from lookonce.core.encoder_scheduling import (
     EncodeOwners,
     EncoderPrefetcher,
@@ -46,19 +47,24 @@ class Planner:
         config: SchedulerConfig,
         preemption: Preemption,
         kv_connector: KVConnectorState | None,
+        encoder_connector: EncoderConnectorState | None = None,
     ) -> None:
         self._state = state
         self._queues = state.queues
         self._preemption = preemption
         self._fairness = Fairness(state)
-        self._admission = Admission(state, kv_connector)
+        self._admission = Admission(state, kv_connector, encoder_connector)
         self._chunker = Chunker(
-            EncoderScheduler(state, model.unsplittable),
+            EncoderScheduler(state, model.unsplittable, encoder_connector),
             model.unsplittable,
             whole_prompts=model.encoder_only,
         )
         self._prefetcher = (
-            EncoderPrefetcher(state, ahead_of_admission=kv_connector is None)
+            EncoderPrefetcher(
+                state,
+                ahead_of_admission=kv_connector is None and encoder_connector is None,
+                connector=encoder_connector,
+            )
             if config.encoder_prefetch
             else None
         )
@@ -90,6 +96,7 @@ class Planner:
         self.step_id += 1
         return StepPlan(
             self.step_id,
+            received=tuple(step.received),
             new=tuple(step.new),
             encode=tuple(step.encode),
             scheduled=tuple(step.scheduled),
@@ -107,6 +114,7 @@ class Planner:
             offload=moves.offload,
             dropped_outputs=self._state.encoder_cache.take_dropped(),
             restore=moves.restore,
+            received=tuple(step.received),
             new=tuple(step.new),
             extended=extended,
             encode=tuple(step.encode),
@@ -378,10 +386,16 @@ class Fairness:
 class Admission:
     """Admits waiting sequences in order of arrival, with all blocks that their tokens need."""
 
-    def __init__(self, state: SchedulerState, kv_connector: KVConnectorState | None) -> None:
+    def __init__(
+        self,
+        state: SchedulerState,
+        kv_connector: KVConnectorState | None,
+        encoder_connector: EncoderConnectorState | None = None,
+    ) -> None:
         self._state = state
         self._pool = state.block_pool
         self._kv_connector = kv_connector
+        self._encoder_connector = encoder_connector
 
     def try_admit(self, sequence: Sequence) -> bool:
         """Whether the sequence left the waiting queue: admitted, or waiting for items or a load.
@@ -403,7 +417,15 @@ class Admission:
             decision = connector.decide(sequence, cached, headroom)
             if decision is LoadDecision.LOADING:
                 return True
-        needed = self.needed_keys(sequence, len(cached) * self._pool.block_size)
+        num_cached = len(cached) * self._pool.block_size
+        outputs = self._encoder_connector
+        if (
+            outputs is not None
+            and decision is LoadDecision.COMPUTE
+            and outputs.begin_load(sequence, num_cached)
+        ):
+            return True
+        needed = self.needed_keys(sequence, num_cached)
         if needed:
             self._state.wait_for_items(sequence, needed)
             return True
@@ -425,9 +447,9 @@ class Admission:
         """Keys of missing items that the positions from `num_computed` on need.
 
         Not of those whose output is cached: should it be evicted before its chunk is computed, the
-        item is asked for then.
+        item is asked for then. Nor of those whose output a tier has given.
         """
-        request = sequence.request
+        request, outputs = sequence.request, self._encoder_connector
         if not request.missing:
             return ()
         if request.non_preemptible and len(request.sequences) > 1:  # its samples may begin apart
@@ -442,6 +464,7 @@ class Admission:
             for i in window
             if features[i].key in request.missing
             and (i in again or not self._state.encoder_cache.has_anywhere(features[i].key))
+            and (i in again or outputs is None or not outputs.staged(request, features[i].key))
         }
         return tuple(needed)
 

@@ -34,7 +34,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from blake3 import blake3
@@ -386,7 +386,8 @@ class SequenceState(Enum):
     WAITING_FOR_ITEMS = "waiting for items"
     """Until the client sends media items that the engine lacks."""
     LOADING = "loading"
-    """Until external KV tiers have said whether they hold the prefix, or have loaded it."""
+    """Until external tiers have said whether they hold the prefix, or encoder outputs, or have
+    loaded them."""
     PREFILLING = "prefilling"
     DECODING = "decoding"
     IDLE = "idle"
@@ -647,6 +648,7 @@ class ReuseStats:
         "_encode_ms",
         "_external",
         "_outcomes",
+        "_tiers",
         "admitted_at",
         "prefix_cached_tokens",
         "received_at",
@@ -659,6 +661,7 @@ class ReuseStats:
         self._external: ExternalCacheStats | None = None
         self._outcomes: list[EncoderOutcome] = ["skipped"] * listed
         self._encode_ms = [0.0] * listed
+        self._tiers: list[tuple[int, str]] = []
         self.received_at = self.admitted_at = 0.0
         """By the scheduler's clock."""
         self._encode_begun = self._encode_ended = 0.0
@@ -686,6 +689,11 @@ class ReuseStats:
         if index < len(self._outcomes) and self._outcomes[index] == "skipped":
             self._outcomes[index] = outcome
 
+    def note_tier(self, index: int, tier: str) -> None:
+        """An external tier gave the output of a feature."""
+        if index < len(self._outcomes):
+            self._tiers.append((index, tier))
+
     def note_encoding_time(self, begun: float, ended: float) -> None:
         """A step encoded an item for the request, from and to these times."""
         self._encode_begun = min(self._encode_begun or begun, begun)
@@ -710,6 +718,7 @@ class ReuseStats:
                 self._encode_begun,
                 self._encode_ended,
             ),
+            encoder_tiers=tuple(self._tiers),
         )
 
 
@@ -765,6 +774,25 @@ def run_key(
     head = _RUN_KEY.pack(_RUN_NAME, HASH_RUN, block_size)
     hashed = head + parent + tokens.raw(start, end) + _describe_all(features, start, end)
     return blake3(hashed).digest()
+
+
+class BlockContent(NamedTuple):
+    """What a registered block holds, as `types.ports.BlockEvents.stored` is told."""
+
+    parent: bytes | None
+    tokens: bytes
+    items: tuple[bytes, ...]
+
+
+def block_content(sequence: Sequence, index: int, block_size: int) -> BlockContent:
+    """Of a block whose hash is known. Of live sessions, which forget their items, without these."""
+    start, end = index * block_size, (index + 1) * block_size
+    features = sequence.request.features
+    remembered = sequence.request.session is None
+    indices = features.overlapping(start, end) if remembered else range(0)
+    items = tuple(features.keys_of(indices)) if indices else ()
+    parent = sequence.block_hashes[index - 1] if index else None
+    return BlockContent(parent, sequence.tokens.raw(start, end), items)
 
 
 class BlockHashCache:

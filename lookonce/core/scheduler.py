@@ -14,20 +14,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lookonce.config import SchedulerConfig
+from lookonce.core.encoder_connector_state import EncoderConnectorState
 from lookonce.core.encoder_scheduling import EncodeOwners
 from lookonce.core.frame_digests import FrameDigests
 from lookonce.core.kv_connector_state import KVConnectorState
 from lookonce.core.mm_features import FrameInputs
 from lookonce.core.planning import Planner
 from lookonce.core.preemption import Preemption
-from lookonce.core.request import Request, Sequence, SequenceState, Session
+from lookonce.core.request import Request, Sequence, SequenceState, Session, block_content
 from lookonce.core.request_validation import RequestValidator, check_rows
 from lookonce.core.scheduler_state import SchedulerOutput, SchedulerState
 from lookonce.core.sessions import Sessions
 from lookonce.errors import BadRequestError, ConfigError, LookOnceError, QueueFullError
 from lookonce.types.media import Array, MediaFeature, ProcessedItem
 from lookonce.types.model import ModelInfo
-from lookonce.types.ports import ExternalPrefixCache
+from lookonce.types.ports import BlockEvents, ExternalEncoderCache, ExternalPrefixCache
 from lookonce.types.request import (
     EXTEND,
     ExtendOptions,
@@ -48,6 +49,7 @@ class Scheduler:
 
     `external`: KV tiers beyond the device. With `fail_on_loss` a request ends with an error when a
     prefix that the tiers promised could not be loaded; otherwise the prefix is computed.
+    `external_outputs`: tiers of encoder outputs.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class Scheduler:
         external: ExternalPrefixCache | None = None,
         *,
         fail_on_loss: bool = False,
+        external_outputs: ExternalEncoderCache | None = None,
     ) -> None:
         if model.largest_unsplittable > config.max_num_batched_tokens:
             raise ConfigError(
@@ -76,10 +79,17 @@ class Scheduler:
             if external is None
             else KVConnectorState(external, state, fail_on_loss=fail_on_loss)
         )
+        self._encoder_connector = (
+            None if external_outputs is None else EncoderConnectorState(external_outputs, state)
+        )
         preemption = Preemption(state)
         self._sessions = Sessions(state, self.validator, preemption)
-        self._planner = Planner(state, model, config, preemption, self._kv_connector)
-        self._update = UpdateFromOutput(state, self._sessions, self._kv_connector)
+        self._planner = Planner(
+            state, model, config, preemption, self._kv_connector, self._encoder_connector
+        )
+        self._update = UpdateFromOutput(
+            state, self._sessions, self._kv_connector, self._encoder_connector
+        )
 
     # --- one step -------------------------------------------------------------------------------
 
@@ -91,6 +101,8 @@ class Scheduler:
         """
         if self._kv_connector is not None:
             self._kv_connector.take_reports()
+        if self._encoder_connector is not None:
+            self._encoder_connector.take_reports()
         if self._sessions.extended or self._sessions.filling:
             self._sessions.append_inputs()
         plan = self._planner.plan()
@@ -232,6 +244,22 @@ class Scheduler:
         """Drop every encoder output; those in use leave when no sequence holds them any more."""
         self._state.encoder_cache.clear()
 
+    # --- events ---------------------------------------------------------------------------------
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a KV block."""
+        return self._state.block_pool.block_size
+
+    def watch(self, events: BlockEvents) -> None:
+        """From now on `events` is told of KV blocks, and `take_output_changes` of outputs."""
+        self._state.block_pool.events = events
+        self._state.encoder_cache.watch()
+
+    def take_output_changes(self) -> tuple[list[bytes], list[bytes]]:
+        """Keys of encoder outputs that are held now and were not at the last call; the reverse."""
+        return self._state.encoder_cache.take_changes()
+
     # --- figures --------------------------------------------------------------------------------
 
     @property
@@ -275,6 +303,8 @@ class Scheduler:
         """Metric name without prefix → value."""
         state, counters = self._state, self._state.counters
         external = {} if self._kv_connector is None else self._kv_connector.stats()
+        if self._encoder_connector is not None:
+            external |= self._encoder_connector.stats()
         return external | {
             "prefix_cache_queries_total": counters.prefix_cache_queries,
             "prefix_cache_hits_total": counters.prefix_cache_hits,
@@ -307,6 +337,8 @@ class Scheduler:
         tables = [sequence.block_ids for sequence in self._state.queues.sequences.values()]
         if self._kv_connector is not None:
             tables += self._kv_connector.block_tables()
+        if self._encoder_connector is not None:
+            self._encoder_connector.check_integrity()
         self._state.block_pool.check_integrity(tables)
 
 
@@ -314,11 +346,16 @@ class UpdateFromOutput:
     """Advances every scheduled sequence by what the runner computed for it."""
 
     def __init__(
-        self, state: SchedulerState, sessions: Sessions, kv_connector: KVConnectorState | None
+        self,
+        state: SchedulerState,
+        sessions: Sessions,
+        kv_connector: KVConnectorState | None,
+        encoder_connector: EncoderConnectorState | None = None,
     ) -> None:
         self._state = state
         self._sessions = sessions
         self._kv_connector = kv_connector
+        self._encoder_connector = encoder_connector
 
     def update(
         self,
@@ -394,6 +431,8 @@ class UpdateFromOutput:
                 encoder_cache.record_cost(encoded.key, seconds)
                 stats.note_encoding(index, seconds)
                 stats.note_encoding_time(encodes_from, encodes_to)
+        if self._encoder_connector is not None:
+            self._encoder_connector.store_encoded()
         for key in result.lost_copies:
             encoder_cache.host.lose(key)
 
@@ -446,11 +485,22 @@ class UpdateFromOutput:
             return  # no prompt begins as its tokens do
         if sequence.cache_generation == pool.generation:
             sequence.hash_blocks(pool.block_size, num_full)
+            told = self._kv_connector is not None or pool.events is not None
             for index in range(sequence.num_registered, num_full):
                 block, block_hash = sequence.block_ids[index], sequence.block_hashes[index]
-                if pool.register(block, block_hash) and self._kv_connector is not None:
-                    self._kv_connector.note_registered(block_hash, block)
+                if pool.register(block, block_hash) and told:
+                    self._tell_registered(sequence, index)
         sequence.num_registered = num_full
+
+    def _tell_registered(self, sequence: Sequence, index: int) -> None:
+        """Tell the external tiers and subscribers of a block that was registered."""
+        block, block_hash = sequence.block_ids[index], sequence.block_hashes[index]
+        pool = self._state.block_pool
+        if self._kv_connector is not None:
+            self._kv_connector.note_registered(block_hash, block)
+        if pool.events is not None:
+            content = block_content(sequence, index, pool.block_size)
+            pool.events.stored(block_hash, *content)
 
     def _release_passed_items(self, sequence: Sequence) -> None:
         """Release the outputs of items that end at or before the last computed position."""
@@ -509,6 +559,8 @@ class UpdateFromOutput:
             delta.reuse_stats = request.reuse_stats.freeze(self._state.clock())
             delta.prompt_logprobs = request.take_prompt_logprobs()
             delta.alignment = request.alignment
+        if self._encoder_connector is not None:
+            self._encoder_connector.release_all(request)
         if not request.prefilled:
             self._state.release_siblings(sequence)
 

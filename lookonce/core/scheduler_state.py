@@ -53,7 +53,7 @@ class SchedulerState:
         """Ids of sequences that the runner knows and must forget."""
         self.extensions: list[Extension | DropTokens] = []
         """What was appended to, and dropped from, sequences that the runner knows."""
-        self.on_end: Callable[[Request], None] = lambda request: None
+        self.on_end: list[Callable[[Request], None]] = []
         """Called with every request that has ended, whatever state it was in."""
 
     # --- transitions of a sequence --------------------------------------------------------------
@@ -152,7 +152,8 @@ class SchedulerState:
         if request.finished:
             self.queues.forget(request)
             self.output.released.append(request.request_id)
-            self.on_end(request)
+            for call in self.on_end:
+                call(request)
         elif not request.prefilled:
             self._promote_sibling(request)
 

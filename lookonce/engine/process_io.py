@@ -17,6 +17,7 @@ import msgspec
 from lookonce.config import (
     Config,
     EncoderConfig,
+    EventsConfig,
     KVConfig,
     MediaConfig,
     ModelConfig,
@@ -41,6 +42,7 @@ class EngineSettings:
     num_senders: int = 1
     """API processes, which share the processor cache's budget equally."""
     logs: LogConfig = field(default_factory=LogConfig)
+    events: EventsConfig | None = None
 
 
 def engine_settings(config: Config) -> EngineSettings:
@@ -53,6 +55,7 @@ def engine_settings(config: Config) -> EngineSettings:
         media=config.media,
         num_senders=config.server.api_processes,
         logs=config.logs,
+        events=config.events,
     )
 
 

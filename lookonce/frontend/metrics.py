@@ -358,6 +358,54 @@ COUNTED_ELSEWHERE: dict[str, MetricInfo] = {
         "0: the KV tier is in use, 1: on trial, 2: left alone after failures", label="tier"
     ),
     "kv_tier_failures_total": MetricInfo("Failures of a KV tier", label="tier,reason"),
+    "external_encoder_cache_queries_total": MetricInfo(
+        "Encoder outputs looked for in external tiers"
+    ),
+    "external_encoder_cache_hits_total": MetricInfo("Of those, outputs that were loaded"),
+    "encoder_tier_outputs_total": MetricInfo("Encoder outputs that a tier gave", label="tier"),
+    "encoder_tier_lookups_total": MetricInfo(
+        "Pieces of encoder outputs looked up in a tier", label="tier"
+    ),
+    "encoder_tier_hits_total": MetricInfo(
+        "Pieces of encoder outputs found in a tier", label="tier"
+    ),
+    "encoder_tier_loaded_bytes_total": MetricInfo(
+        "Bytes of encoder outputs loaded from a tier", label="tier"
+    ),
+    "encoder_tier_load_seconds_total": MetricInfo(
+        "Seconds spent reading encoder outputs of a tier", label="tier"
+    ),
+    "encoder_tier_stored_bytes_total": MetricInfo(
+        "Bytes of encoder outputs stored in a tier", label="tier"
+    ),
+    "encoder_tier_store_seconds_total": MetricInfo(
+        "Seconds spent writing encoder outputs to a tier", label="tier"
+    ),
+    "encoder_tier_dropped_stores_total": MetricInfo(
+        "Pieces of encoder outputs a tier could not take", label="tier"
+    ),
+    "encoder_tier_held_bytes": MetricInfo(
+        "Bytes of encoder outputs a tier holds, as far as known", label="tier"
+    ),
+    "encoder_tier_queue_bytes": MetricInfo(
+        "Bytes of encoder outputs waiting to be stored in a tier", label="tier"
+    ),
+    "encoder_tier_breaker_state": MetricInfo(
+        "0: the encoder tier is in use, 1: on trial, 2: left alone after failures", label="tier"
+    ),
+    "encoder_tier_failures_total": MetricInfo("Failures of an encoder tier", label="tier,reason"),
+    "encoder_transfer_queue_bytes": MetricInfo(
+        "Bytes of encoder outputs waiting to be copied off the device"
+    ),
+    "encoder_transfer_dropped_stores_total": MetricInfo(
+        "Encoder outputs dropped before any tier was asked"
+    ),
+    "encoder_transfer_staged_bytes": MetricInfo(
+        "Bytes of encoder outputs that are loaded from tiers and not on the device yet"
+    ),
+    "encoder_transfer_requests_loading": MetricInfo(
+        "Requests waiting for encoder outputs of external tiers"
+    ),
     "kv_transfer_queue_bytes": MetricInfo("Bytes on the device waiting to be copied to KV tiers"),
     "kv_transfer_dropped_stores_total": MetricInfo("Blocks dropped before any KV tier was asked"),
     "kv_transfer_blocks_held": MetricInfo("KV blocks that transfers keep from being reused"),

@@ -122,6 +122,7 @@ def _items(generation: PromptGeneration) -> list[ReceiptItem]:
         return []
     # The engine reports on at most MAX_LISTED_ITEMS items, so the shortest list ends it.
     listed = zip(rendered.items, rendered.features, stats.encoder, stats.encode_ms, strict=False)
+    tiers = dict(stats.encoder_tiers)
     return [
         ReceiptItem(
             modality=item.modality,
@@ -134,6 +135,7 @@ def _items(generation: PromptGeneration) -> list[ReceiptItem]:
             process_ms=round(item.process_ms, 3),
             encode_ms=round(encode_ms, 3),
             frames=UNSET if item.num_frames is None else item.num_frames,
+            encoder_tier=tiers.get(number, UNSET),
         )
-        for item, feature, encoder, encode_ms in listed
+        for number, (item, feature, encoder, encode_ms) in enumerate(listed)
     ]

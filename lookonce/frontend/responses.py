@@ -44,6 +44,8 @@ class ReceiptItem(msgspec.Struct, kw_only=True):
     encode_ms: float
     frames: int | UnsetType = UNSET
     """Of an item of a film: how many of its frames it has."""
+    encoder_tier: str | UnsetType = UNSET
+    """The external tier that gave the encoder output, if one did."""
 
 
 class FilmFrames(msgspec.Struct, kw_only=True):

@@ -1,4 +1,4 @@
-"""The KV tiers of one engine, nearest first, each behind a circuit breaker and with its figures.
+"""The tiers of one engine, nearest first, each behind a circuit breaker and with its figures.
 
 closed ──failures in a row──▶ open ──cooldown──▶ half open ──success──▶ closed
                                ▲                     │
@@ -90,7 +90,7 @@ BREAKER_VALUES = {"closed": 0.0, "half_open": 1.0, "open": 2.0}
 class GuardedTier:
     """A tier that never raises, and is not asked while its circuit breaker is open. Thread-safe.
 
-    Counts blocks; the metrics speak of tokens, `block_size` to a block.
+    Counts objects: KV blocks, or pieces of encoder outputs.
     """
 
     def __init__(
@@ -158,25 +158,46 @@ class GuardedTier:
         self._tier.close()
 
     def stats(self, block_size: int) -> dict[str, float]:
-        """Metric name and label → value."""
+        """Metric name and label → value, of a KV tier: in tokens, `block_size` to a block."""
+        with self._lock:
+            counts = self._counts.copy()
+        return self._figures(
+            "kv_tier",
+            {
+                "lookups_total": counts["lookups"] * block_size,
+                "hits_total": counts["hits"] * block_size,
+                "loaded_tokens_total": counts["loaded"] * block_size,
+                "stored_tokens_total": counts["stored"] * block_size,
+            },
+        )
+
+    def output_stats(self) -> dict[str, float]:
+        """The same of a tier of encoder outputs: in pieces."""
+        with self._lock:
+            counts = self._counts.copy()
+        return self._figures(
+            "encoder_tier", {"lookups_total": counts["lookups"], "hits_total": counts["hits"]}
+        )
+
+    def _figures(self, prefix: str, figures: dict[str, int]) -> dict[str, float]:
+        """`figures`, and those that every tier has."""
         with self._lock:
             counts, failures = self._counts.copy(), self._failures.copy()
-        figures = {
-            "kv_tier_lookups_total": counts["lookups"] * block_size,
-            "kv_tier_hits_total": counts["hits"] * block_size,
-            "kv_tier_loaded_tokens_total": counts["loaded"] * block_size,
-            "kv_tier_loaded_bytes_total": counts["loaded_bytes"],
-            "kv_tier_load_seconds_total": self._load_seconds,
-            "kv_tier_stored_tokens_total": counts["stored"] * block_size,
-            "kv_tier_stored_bytes_total": counts["stored_bytes"],
-            "kv_tier_store_seconds_total": self._store_seconds,
-            "kv_tier_dropped_stores_total": counts["dropped"],
-            "kv_tier_held_bytes": self._tier.held_bytes,
-            "kv_tier_breaker_state": BREAKER_VALUES[self._breaker.state],
+        common = {
+            "loaded_bytes_total": counts["loaded_bytes"],
+            "load_seconds_total": self._load_seconds,
+            "stored_bytes_total": counts["stored_bytes"],
+            "store_seconds_total": self._store_seconds,
+            "dropped_stores_total": counts["dropped"],
+            "held_bytes": self._tier.held_bytes,
+            "breaker_state": BREAKER_VALUES[self._breaker.state],
         }
-        stats = {f"{name}:{self.name}": float(value) for name, value in figures.items()}
+        stats = {
+            f"{prefix}_{name}:{self.name}": float(value)
+            for name, value in (figures | common).items()
+        }
         for reason, count in failures.items():
-            stats[f"kv_tier_failures_total:{self.name},{reason}"] = float(count)
+            stats[f"{prefix}_failures_total:{self.name},{reason}"] = float(count)
         return stats
 
     def _fail(self, reason: Reason) -> None:
@@ -186,7 +207,7 @@ class GuardedTier:
             before = self._breaker.state
             self._breaker.fail(timed_out=reason == "timeout")
             if before == "closed" and self._breaker.state == "open":
-                logger.warning("KV tier %s failed (%s): left alone for a while", self.name, reason)
+                logger.warning("tier %s failed (%s): left alone for a while", self.name, reason)
 
     def _count(
         self, *, load_seconds: float = 0.0, store_seconds: float = 0.0, **counts: int
@@ -213,6 +234,19 @@ class TierChain:
 
         None when nothing was found and some tier could not say.
         """
+        sources, unsure = self.locate(keys)
+        prefix: list[int] = []
+        for source in sources:
+            if source is None:
+                break
+            prefix.append(source)
+        rest = [(key, s) for key, s in zip(keys, sources, strict=True) if s is not None]
+        self.release([k for k, _ in rest[len(prefix) :]], [s for _, s in rest[len(prefix) :]])
+        return None if unsure and not prefix else tuple(prefix)
+
+    def locate(self, keys: Sequence[bytes]) -> tuple[list[int | None], bool]:
+        """The tier that holds each object, leased there, nearest first; None: no tier says so.
+        And whether some tier could not say."""
         sources: list[int | None] = [None] * len(keys)
         unsure = False
         for number, tier in enumerate(self.tiers):
@@ -224,14 +258,7 @@ class TierChain:
             for index, found in zip(absent, held or (), strict=False):
                 if found:
                     sources[index] = number
-        prefix: list[int] = []
-        for source in sources:
-            if source is None:
-                break
-            prefix.append(source)
-        rest = [(key, s) for key, s in zip(keys, sources, strict=True) if s is not None]
-        self.release([k for k, _ in rest[len(prefix) :]], [s for _, s in rest[len(prefix) :]])
-        return None if unsure and not prefix else tuple(prefix)
+        return sources, unsure
 
     def release(self, keys: Sequence[bytes], sources: Sequence[int]) -> None:
         """Give back the leases `lease` took."""

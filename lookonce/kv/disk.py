@@ -58,9 +58,9 @@ class DiskTier:
         try:
             os.makedirs(self._own, mode=0o700, exist_ok=True)
         except OSError as error:
-            raise ConfigError(f"--kv-tier disk: {folder} cannot be used: {error}") from error
+            raise ConfigError(f"{objects.option} disk: {folder} cannot be used: {error}") from error
         if not os.access(self._own, os.W_OK | os.X_OK):
-            raise ConfigError(f"--kv-tier disk: {folder} cannot be written")
+            raise ConfigError(f"{objects.option} disk: {folder} cannot be written")
         self._scan = threading.Thread(target=self._scan_all, name="kv-disk-scan", daemon=True)
         self._scan.start()
 

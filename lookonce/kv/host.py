@@ -171,10 +171,10 @@ class HostTier:
         self._slot_bytes = -(-objects.object_bytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
         num_slots = capacity_bytes // self._slot_bytes
         if num_slots < 1:
-            raise ConfigError(f"--kv-tier host: one block takes {self._slot_bytes} bytes")
+            raise ConfigError(f"{objects.option} host: one block takes {self._slot_bytes} bytes")
         if capacity_bytes > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
-            raise ConfigError("--kv-tier host: this machine has less memory than that")
-        self._slab = _prefaulted(num_slots * self._slot_bytes)
+            raise ConfigError(f"{objects.option} host: this machine has less memory than that")
+        self._slab = _prefaulted(num_slots * self._slot_bytes, objects.option)
         self._lock = threading.Lock()
         self._slots = SlotTable(num_slots, lease_seconds=LEASE_SECONDS, clock=clock)
 
@@ -240,12 +240,12 @@ class HostTier:
         return self._slab[start : start + self._objects.object_bytes]
 
 
-def _prefaulted(num_bytes: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+def _prefaulted(num_bytes: int, option: str) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
     """Anonymous memory with every page present. Raises `ConfigError` when there is not as much."""
     try:
         memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"--kv-tier host: {num_bytes} bytes cannot be had") from error
+        raise ConfigError(f"{option} host: {num_bytes} bytes cannot be had") from error
     with suppress(OSError):  # a kernel without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     slab = np.frombuffer(memory, dtype=np.uint8)

@@ -1,6 +1,7 @@
-"""How one KV block is stored outside the process, and how a reader knows that it is intact.
+"""How a KV block, or a piece of an encoder output, is stored outside the process, and how a reader
+knows that it is intact.
 
-    header, 128 bytes │ payload: K and V of all layers
+    header, 128 bytes │ payload: K and V of all layers, or a piece
     magic · version · namespace · block hash · layout · length · xxh3(payload) · xxh3(header)
 
 Namespace and block hash are the whole key, in full. Everything is checked on every read: flipped
@@ -9,19 +10,22 @@ bits, a truncated file and an object of another key are all a miss.
 The namespace is everything outside the block hash that decides a block's bytes. The block hash
 covers tokens, media and scope; a media key covers the processor's fingerprint, which is a field of
 the namespace all the same, for a family whose text depends on it.
+
+An encoder output is found under its item's key, which covers scope, media bytes and options; its
+pieces under digests of key, rows and number. The rest is in the namespace.
 """
 
 from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Mapping
-from typing import TypeAlias
+from collections.abc import Mapping, Sequence
+from typing import Protocol, TypeAlias
 
 import xxhash
 from blake3 import blake3
 
-from lookonce.types.kv import KVLayout
+from lookonce.types.kv import KVLayout, OutputLayout
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 MAGIC = b"LOKV"
@@ -34,14 +38,28 @@ HEADER_BYTES = 128
 assert _BODY.size + _CHECK.size == HEADER_BYTES
 
 
+class ObjectLayout(Protocol):
+    """What a payload is: `KVLayout` or `OutputLayout`."""
+
+    @property
+    def block_bytes(self) -> int: ...
+
+    def describe(self) -> bytes:
+        """32 bytes."""
+
+
 class ObjectFormat:
     """Objects of one namespace and layout."""
 
-    __slots__ = ("_layout", "namespace", "object_bytes", "payload_bytes")
+    __slots__ = ("_layout", "namespace", "object_bytes", "option", "payload_bytes")
 
-    def __init__(self, namespace: bytes, layout: KVLayout) -> None:
+    def __init__(
+        self, namespace: bytes, layout: ObjectLayout, *, option: str = "--kv-tier"
+    ) -> None:
         if len(namespace) != 32:
             raise ValueError("a namespace is a full 32-byte digest")
+        self.option = option
+        """What errors about the tiers name."""
         self.namespace = namespace
         self._layout = layout.describe()
         self.payload_bytes = layout.block_bytes
@@ -91,5 +109,37 @@ def namespace_digest(
         adapter.encode(),
         processor_fingerprint,
     )
+    return _digest(fields)
+
+
+OUTPUT_VERSION = 1
+"""Of the pieces of an encoder output: raised when they are made differently."""
+
+
+def output_namespace_digest(
+    *, weights_digest: str, layout: OutputLayout, processor_fingerprint: bytes = b""
+) -> bytes:
+    """32 bytes: the namespace of a model's encoder outputs. Raises `ValueError` without a weights
+    digest."""
+    if not weights_digest:
+        raise ValueError("external encoder outputs need a digest of the model's weights")
+    fields = (
+        b"lookonce.encoder-namespace",
+        OUTPUT_VERSION.to_bytes(4, "little"),
+        weights_digest.encode(),
+        layout.describe(),
+        processor_fingerprint,
+    )
+    return _digest(fields)
+
+
+def piece_keys(output_key: bytes, num_rows: int, layout: OutputLayout) -> list[bytes]:
+    """The 32-byte key of each piece of an encoder output."""
+    head = b"lookonce.encoder-piece\0" + output_key + num_rows.to_bytes(8, "little")
+    count = layout.num_pieces(num_rows)
+    return [blake3(head + number.to_bytes(8, "little")).digest() for number in range(count)]
+
+
+def _digest(fields: Sequence[bytes]) -> bytes:
     framed = b"".join(len(field).to_bytes(8, "little") + field for field in fields)
     return blake3(framed).digest()

@@ -121,8 +121,8 @@ class Transfers:
         """Blocks whose store found the queue full before any tier was asked."""
         self._deadlines = Deadlines()
         self._writers = [TierWriter(tier, max_queued_bytes) for tier in chain.tiers]
-        self._threads = [_start(f"kv-load-{n}", self._to_load) for n in range(NUM_LOADERS)]
-        self._threads.append(_start("kv-gather", self._to_gather))
+        self._threads = [start_worker(f"kv-load-{n}", self._to_load) for n in range(NUM_LOADERS)]
+        self._threads.append(start_worker("kv-gather", self._to_gather))
 
     # --- the step thread's side -----------------------------------------------------------------
 
@@ -290,7 +290,8 @@ def _slices(sources: Sequence[int], first: int, limit: int) -> Iterator[tuple[in
         start = stop
 
 
-def _start(name: str, jobs: queue.SimpleQueue[Callable[[], None] | None]) -> threading.Thread:
+def start_worker(name: str, jobs: queue.SimpleQueue[Callable[[], None] | None]) -> threading.Thread:
+    """A daemon thread that does the jobs, one after the other, until None."""
     thread = threading.Thread(target=_work, args=(jobs,), name=name, daemon=True)
     thread.start()
     return thread
@@ -302,7 +303,7 @@ def _work(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
         try:
             job()
         except Exception:
-            logger.exception("a KV transfer failed")
+            logger.exception("a transfer failed")
         del job
 
 
@@ -347,7 +348,7 @@ class TierWriter:
             try:
                 self._tier.write(keys, payloads)
             except Exception:
-                logger.exception("storing KV failed")
+                logger.exception("storing in a tier failed")
             with self._lock:
                 self._queued_bytes -= sum(payload.nbytes for payload in payloads)
             del job, payloads  # the last reference to the bytes

@@ -18,7 +18,7 @@ from torch.utils.dlpack import from_dlpack
 from lookonce.errors import LookOnceError, RequestFailedError
 from lookonce.model.families.base import ModelFamily, Tensors
 from lookonce.types.media import ITEM_SIZE, Array, Modality, ProcessedItem
-from lookonce.types.step import EmbedSlice, EncodeItem, StepPlan
+from lookonce.types.step import EmbedSlice, EncodeItem, ReceivedOutput, StepPlan
 
 logger = logging.getLogger(__name__)
 COMPUTE_ERRORS = (RuntimeError, ValueError, TypeError, IndexError, KeyError)
@@ -78,6 +78,8 @@ class EncoderRunner:
         self.drop(plan.dropped_outputs)
         for key in plan.restore:
             self._restore(key, report)
+        for received in plan.received:
+            self._receive(received, report)
         return self.run(plan.encode, report)
 
     def drop(self, keys: Iterable[bytes]) -> None:
@@ -121,6 +123,16 @@ class EncoderRunner:
         except (KeyError, RuntimeError) as error:
             logger.warning("an encoder output was not brought back", exc_info=error)
             report.failed[key] = RequestFailedError("an encoder output was lost")
+
+    def _receive(self, received: ReceivedOutput, report: EncodeReport) -> None:
+        try:
+            output = to_tensor(received.output)
+            self._outputs[received.key] = output.to(device=self._device, dtype=self._dtype)
+        except torch.AcceleratorError:
+            raise
+        except RuntimeError as error:
+            logger.warning("an encoder output could not be copied to the device", exc_info=error)
+            report.failed[received.key] = RequestFailedError("an encoder output was lost")
 
     def _prepare(
         self, item: EncodeItem, groups: dict[_BatchKey, list[_Job]], report: EncodeReport
@@ -171,6 +183,24 @@ class EncoderRunner:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # so that a failure shows here, not later
         return owned
+
+
+class OutputCopier:
+    """Implements `types.ports.EncoderOutputCopier`. Outputs are never written once they are made,
+    so a worker may read one beside the steps. PyTorch releases the interpreter while it copies."""
+
+    def __init__(self, encoder: EncoderRunner) -> None:
+        self._encoder = encoder
+
+    def pin(self, key: bytes) -> object | None:
+        return self._encoder.output(key) if key in self._encoder else None
+
+    @torch.inference_mode()
+    def copy(self, pinned: object, out: memoryview) -> None:
+        if not isinstance(pinned, Tensor):
+            raise TypeError("what is copied must have been pinned")
+        source = pinned.view(-1).view(torch.uint8)
+        torch.frombuffer(out, dtype=torch.uint8).copy_(source)
 
 
 def _owned(output: Tensor, dtype: torch.dtype) -> Tensor:

@@ -17,7 +17,12 @@ from lookonce.errors import LookOnceError, RequestFailedError
 from lookonce.model.alignment import Aligner
 from lookonce.model.attention.backend import AttentionBackend
 from lookonce.model.attention.cross import CrossStates, Recording
-from lookonce.model.encoder_runner import COMPUTE_ERRORS, EncodeReport, EncoderRunner
+from lookonce.model.encoder_runner import (
+    COMPUTE_ERRORS,
+    EncodeReport,
+    EncoderRunner,
+    OutputCopier,
+)
 from lookonce.model.frame_rows import FrameRows
 from lookonce.model.input_batch import InputBatch
 from lookonce.model.key_rotation import key_rotation
@@ -95,6 +100,10 @@ class Runner:
     def page_copier(self) -> PageCopier:
         """Copies whole KV blocks to and from the external tiers, beside the steps."""
         return PageCopier(self._kv_pages)
+
+    def output_copier(self) -> OutputCopier:
+        """Copies encoder outputs to the external tiers, beside the steps."""
+        return OutputCopier(self._encoder)
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:

@@ -1,4 +1,5 @@
-"""External KV tiers: the objects that scheduler, transfer workers and tiers hand each other."""
+"""External tiers of KV blocks and encoder outputs: the objects that scheduler, transfer workers and
+tiers hand each other."""
 
 from __future__ import annotations
 
@@ -10,14 +11,14 @@ from typing import Literal
 import msgspec
 
 from lookonce.errors import ConfigError
-from lookonce.types.media import ITEM_SIZE
+from lookonce.types.media import ITEM_SIZE, Array
 
 ExternalStatus = Literal["loaded", "partial", "failed", "shadowed", "aborted", "none"]
 KVLoadPolicy = Literal["auto", "always"]
 KVLoadFailurePolicy = Literal["recompute", "fail"]
 TierKind = Literal["host", "disk", "valkey", "lmcache"]
 
-LMCACHE_MISSING = "--kv-tier lmcache://… needs the optional extra: pip install 'lookonce[lmcache]'"
+LMCACHE_MISSING = "lmcache://… needs the optional extra: pip install 'lookonce[lmcache]'"
 
 _UNITS = {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 DIGITS = re.compile("[0-9]{1,9}")
@@ -48,6 +49,43 @@ class KVLayout:
         return struct.pack("<4I16s", *sizes, self.dtype.encode())
 
 
+@dataclass(frozen=True, slots=True)
+class OutputLayout:
+    """How tiers hold encoder outputs [rows, width]: their bytes are cut into pieces of one size.
+
+    So every object of a tier has the same size, as KV blocks have. The last piece is filled up with
+    zeros.
+    """
+
+    row_bytes: int
+    dtype: str
+    piece_bytes: int
+
+    @classmethod
+    def of_rows(cls, row_bytes: int, dtype: str) -> OutputLayout:
+        """Pieces of about `PIECE_ROWS` rows: larger ones waste more of the last piece, smaller
+        ones take more operations."""
+        piece = min(max(PIECE_ROWS * row_bytes, MIN_PIECE_BYTES), MAX_PIECE_BYTES)
+        return cls(row_bytes, dtype, piece)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one object's payload: what it is called for KV."""
+        return self.piece_bytes
+
+    def num_pieces(self, num_rows: int) -> int:
+        return -(-num_rows * self.row_bytes // self.piece_bytes)
+
+    def describe(self) -> bytes:
+        """Unambiguous bytes for digests and object headers, 32 bytes."""
+        return struct.pack("<2Q16s", self.row_bytes, self.piece_bytes, self.dtype.encode())
+
+
+PIECE_ROWS = 32
+MIN_PIECE_BYTES = 16 << 10
+MAX_PIECE_BYTES = 1 << 20
+
+
 class ExternalCacheStats(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What external tiers did for one prompt, frozen at its first admission; tokens."""
 
@@ -62,7 +100,7 @@ class ExternalCacheStats(msgspec.Struct, frozen=True, array_like=True, gc=False)
 
 @dataclass(frozen=True, slots=True)
 class TierSpec:
-    """One `--kv-tier`, parsed. Which fields are set depends on `kind`."""
+    """One `--kv-tier` or `--encoder-tier`, parsed. Which fields are set depends on `kind`."""
 
     kind: TierKind
     capacity_bytes: int = 0
@@ -75,23 +113,31 @@ class TierSpec:
     password: str | None = None
 
 
-def parse_tier_spec(text: str) -> TierSpec:
+def parse_tier_spec(text: str, option: str = "--kv-tier") -> TierSpec:
     """`host:4GB`, `disk:/path:50GB`, `valkey://[user:password@]host:port[/db]`,
     `valkey:///path.sock`, `lmcache://host[:port]`. Raises `ConfigError` saying what is allowed."""
+    try:
+        return _parse(text)
+    except ValueError:
+        raise _malformed(text, option) from None
+
+
+def _parse(text: str) -> TierSpec:
+    """Raises `ValueError`."""
     scheme, _, rest = text.partition(":")
     if scheme == "host":
         return TierSpec("host", capacity_bytes=_capacity(text, rest))
     if scheme == "disk":
         path, _, size = rest.rpartition(":")
         if not path.startswith("/"):
-            raise _malformed(text)
+            raise ValueError(text)
         return TierSpec("disk", capacity_bytes=_capacity(text, size), path=path)
     if scheme in ("valkey", "redis") and rest.startswith("//"):
         return _valkey(text, rest[2:])
     if scheme == "lmcache" and rest.startswith("//"):
         host, port = _address(text, rest[2:], default_port=5555)
         return TierSpec("lmcache", host=host, port=port)
-    raise _malformed(text)
+    raise ValueError(text)
 
 
 def _valkey(text: str, rest: str) -> TierSpec:
@@ -117,13 +163,13 @@ def _address(text: str, address: str, *, default_port: int) -> tuple[str, int]:
         host, port = address, str(default_port)
     bare = ":" in host and not (host.startswith("[") and host.endswith("]"))
     if not host or "/" in host or bare:
-        raise _malformed(text)
+        raise ValueError(text)
     return host.strip("[]"), _whole(text, port, MAX_PORT)
 
 
 def _whole(text: str, digits: str, most: int) -> int:
     if not DIGITS.fullmatch(digits) or int(digits) > most:
-        raise _malformed(text)
+        raise ValueError(text)
     return int(digits)
 
 
@@ -131,17 +177,17 @@ def _capacity(text: str, size: str) -> int:
     number, unit = size[:-2], size[-2:].lower()
     try:
         capacity = int(float(number) * _UNITS[unit])
-    except (ValueError, KeyError, OverflowError):
-        raise _malformed(text) from None
+    except (KeyError, OverflowError):
+        raise ValueError(text) from None
     if not 0 < capacity <= MAX_CAPACITY:
-        raise _malformed(text)
+        raise ValueError(text)
     return capacity
 
 
-def _malformed(text: str) -> ConfigError:
+def _malformed(text: str, option: str) -> ConfigError:
     shown = text.rpartition("@")[2]  # never a password
     return ConfigError(
-        f"--kv-tier: {shown!r} is none of host:4GB, disk:/path:50GB, valkey://host:port, "
+        f"{option}: {shown!r} is none of host:4GB, disk:/path:50GB, valkey://host:port, "
         "valkey:///path.sock, lmcache://host:port"
     )
 
@@ -184,3 +230,14 @@ class TransferReport:
 
     def __bool__(self) -> bool:
         return bool(self.answered or self.loads or self.acknowledged)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedOutput:
+    """What became of one encoder output that was to be loaded."""
+
+    key: bytes
+    output: Array | None = None
+    """[rows, width], verified; None: no tier holds it, or none gave it whole and in time."""
+    tier: str = ""
+    """Which one gave it; of several, the farthest."""

@@ -6,7 +6,13 @@ from collections.abc import Awaitable, Callable, Container, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
-from lookonce.types.kv import ExternalCacheStats, KVLayout, Lookup, TransferReport
+from lookonce.types.kv import (
+    ExternalCacheStats,
+    KVLayout,
+    LoadedOutput,
+    Lookup,
+    TransferReport,
+)
 from lookonce.types.media import Expansion, ProcessedItem
 from lookonce.types.request import ProcessorOutcome
 from lookonce.types.step import StepPlan, StepResult
@@ -125,3 +131,55 @@ class ExternalPrefixCache(Protocol):
     def stats(self) -> dict[str, float]: ...
 
     def close(self) -> None: ...
+
+
+class EncoderOutputCopier(Protocol):
+    """Copies encoder outputs from the device to host memory.
+
+    `pin` is called by the step thread after the step that encoded the output, and keeps its memory
+    whatever the scheduler does with the key; `copy` by a transfer worker, later.
+    """
+
+    def pin(self, key: bytes) -> object | None:
+        """The output on the device; None where it is not held."""
+
+    def copy(self, pinned: object, out: memoryview) -> None:
+        """Write the bytes [rows, width] of a pinned output, as many as `out` has."""
+
+
+class ExternalEncoderCache(Protocol):
+    """The scheduler's half of the encoder tiers. Nothing here waits for a tier or raises."""
+
+    wake: Callable[[], None]
+    """Called, from any thread, when there is something to `poll`."""
+
+    def submit_load(self, outputs: Sequence[tuple[bytes, int]]) -> None:
+        """Look for outputs (key, rows) and load those that are held.
+
+        `poll` reports each once, at the latest after the deadline of a load. A key must not be
+        submitted again before that.
+        """
+
+    def store(self, outputs: Sequence[tuple[bytes, int]]) -> None:
+        """Keep outputs (key, rows) of the last step, as far as they are held; dropped where the
+        queue is full."""
+
+    def poll(self) -> Sequence[LoadedOutput]: ...
+
+    def stats(self) -> dict[str, float]: ...
+
+    def close(self) -> None: ...
+
+
+class BlockEvents(Protocol):
+    """Is told what the prefix cache gains and loses, in order, by the step thread."""
+
+    def stored(
+        self, block_hash: bytes, parent: bytes | None, tokens: bytes, items: tuple[bytes, ...]
+    ) -> None:
+        """A block was registered. `parent`: the hash of the block before it; None: it is a
+        prompt's first. `tokens`: int32; `items`: keys of the media items that overlap it."""
+
+    def removed(self, block_hash: bytes) -> None: ...
+
+    def cleared(self) -> None: ...

@@ -154,6 +154,8 @@ class PrefillStats(msgspec.Struct, frozen=True, array_like=True, gc=False):
     external: ExternalCacheStats | None = None
     """None where no external tier is configured; `external.loaded` is `external_cached_tokens`."""
     times: PrefillTimes | None = None
+    encoder_tiers: tuple[tuple[int, str], ...] = ()
+    """(index of a listed feature, external tier that gave its encoder output)."""
 
 
 class TokenDelta(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):

@@ -105,11 +105,19 @@ class EncodeItem(msgspec.Struct, frozen=True, gc=False):
     item: ProcessedItem
 
 
+class ReceivedOutput(msgspec.Struct, frozen=True, gc=False):
+    """Keep an encoder output that an external tier gave, under its key."""
+
+    key: bytes
+    output: Array
+    """[num_embeds, row width] of the model's dtype."""
+
+
 class StepPlan(msgspec.Struct, frozen=True, gc=False):
     """One step. The runner first forgets, then learns, then moves outputs, encodes and computes.
 
     Outputs move in the order of the fields: `dropped_host`, `offload`, `dropped_outputs`,
-    `restore`. So host memory has room before anything comes to it, and the device too.
+    `restore`, `received`. So host memory has room before anything comes to it, and the device too.
     """
 
     step_id: int
@@ -123,6 +131,8 @@ class StepPlan(msgspec.Struct, frozen=True, gc=False):
     """Encoder outputs to free on the device."""
     restore: tuple[bytes, ...] = ()
     """Encoder outputs to copy back to the device; the host copy stays."""
+    received: tuple[ReceivedOutput, ...] = ()
+    """Encoder outputs to copy to the device, from external tiers."""
     new: tuple[NewSequence, ...] = ()
     extended: tuple[Extension | DropTokens, ...] = ()
     """What has become of live sessions' sequences, in this order."""

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from benchmarks.bench_engine import BenchEngine, load_bench_model, prompt_with_pictures
-from benchmarks.kv import LoopStopwatch, bandwidth_report, first_token_report, stores_report
+from benchmarks.events import steps_report
+from benchmarks.kv import (
+    LoopStopwatch,
+    bandwidth_report,
+    encoder_report,
+    first_token_report,
+    stores_report,
+)
 from lookonce.model.loader import LoadedModel
 from lookonce.types.kv import TierSpec
 from tests.support.model_folders.make import FolderMaker
@@ -31,6 +39,18 @@ def test_a_first_token_from_a_tier_loads_the_whole_prompt(loaded: LoadedModel) -
     report = first_token_report(loaded, {"host": HOST}, repeats=1)
     loads = {row[0]: row[3] for row in report.rows}
     assert loads == {"computed": 0, "device": 0, "host": 3984}
+
+
+def test_outputs_from_a_tier_need_no_encoder_run(loaded: LoadedModel) -> None:
+    rows = encoder_report(loaded, {"host": HOST}, repeats=1).rows
+    assert [(row[0], row[3], row[4]) for row in rows] == [("encoded", 8, 0), ("host", 0, 8)]
+
+
+def test_what_events_cost_is_measured_beside_an_engine_without(loaded: LoadedModel) -> None:
+    with tempfile.TemporaryDirectory(prefix="lookonce-") as folder:  # short: socket paths
+        (row,) = steps_report(loaded, Path(folder), pairs=1, new_tokens=16).rows
+    assert all(isinstance(cell, float) and cell > 0 for cell in row[1:6])
+    assert row[6] != 0
 
 
 def test_throughput_is_compared_with_and_without_stores(loaded: LoadedModel) -> None:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
+import msgspec
 import pytest
+import zmq
 
 from tests.support.drawing import ask
 from tests.support.kv_answers import QUESTION, SHAPES, by_tier, look, status, stored
@@ -25,21 +28,29 @@ def valkey() -> Iterator[ValkeyServer]:
 
 @pytest.fixture(scope="module")
 def other(valkey: ValkeyServer) -> Iterator[LiveServer]:
-    """A server whose one tier is that Valkey."""
-    with LiveServer("--kv-load", "always", "--kv-tier", f"valkey://127.0.0.1:{valkey.port}") as it:
-        yield it
+    """A server whose one tier, for encoder outputs too, is that Valkey."""
+    shared = f"valkey://127.0.0.1:{valkey.port}"
+    with LiveServer("--kv-load", "always", "--kv-tier", shared, "--encoder-tier", shared) as server:
+        yield server
 
 
 def test_a_restart_and_a_second_server_find_what_the_first_one_computed(
     tmp_path: Path, valkey: ValkeyServer, other: LiveServer
 ) -> None:
-    """In the end the files of the disk tier are changed: what they held is lost, which fails the
-    request, as the operator said, and no later one."""
-    disk = f"disk:{tmp_path}:1GB"
+    """KV, and encoder outputs, whose tiers are used where the prompt before a picture is another:
+    then its KV is not found, and its encoder output is. In the end the files of the disk tier are
+    changed: what they held is lost, which fails the request, as the operator said, and no later
+    one."""
+    disk, shared = f"disk:{tmp_path}:1GB", f"valkey://{valkey.socket}"
     options = ("--kv-load", "always", "--kv-tier", "host:64MB", "--kv-tier", disk)
-    with LiveServer(*options, "--kv-tier", f"valkey://{valkey.socket}") as first:
+    address = f"ipc://{Path(valkey.socket).parent}/events"
+    outputs = ("--encoder-tier", shared, "--events", address)
+    with LiveServer(*options, "--kv-tier", shared, *outputs) as first:
         assert status(stored(first, "valkey")) == "none"
         assert status(look(first)) == "shadowed"
+        until(lambda: first.metrics()["encoder_tier_stored_bytes_total:valkey"] > 0, 60, first.log)
+        until(lambda: first.metrics()["encoder_tier_queue_bytes:valkey"] == 0, 60, first.log)
+        assert held(address) == (1, 1)
         first.post("/reset_prefix_cache")
         assert by_tier(look(first)).keys() == {"host"}
         assert status(stored(first, "disk", scope="another")) == "none"
@@ -48,7 +59,14 @@ def test_a_restart_and_a_second_server_find_what_the_first_one_computed(
         assert metrics["prompt_tokens_total"] == (
             metrics["external_prefix_cache_queries_total"] + metrics["prefix_cache_hits_total"]
         )
+        before = other.metrics()
         assert by_tier(look(other)).keys() == {"valkey"}
+        (item,) = look_after(other, "Another beginning. ")["reuse_receipt"]["items"]
+        assert (item["encoder"], item["encoder_tier"]) == ("hit", "valkey")
+        after = other.metrics()
+        assert after["encoder_runs_total"] == before["encoder_runs_total"]
+        name = "encoder_tier_outputs_total:valkey"
+        assert after[name] - before.get(name, 0) == 1
         assert status(look(other, scope="a third")) == "none"
     with LiveServer(*options, "--kv-load-failure-policy", "fail") as again:
         assert by_tier(look(again)).keys() == {"disk"}
@@ -111,6 +129,37 @@ def test_a_block_that_is_lost_is_computed_again(valkey: ValkeyServer, other: Liv
 def asked(server: LiveServer, scope: str) -> httpx.Response:
     body = {"model": "nano", "messages": ask(SHAPES, QUESTION), "cache_salt": scope}
     return server.post("/v1/chat/completions", body)
+
+
+def held(address: str) -> tuple[int, int]:
+    """By snapshots of a server's events: how many encoder outputs and items it holds. Its KV blocks
+    are a chain."""
+    found: dict[bytes, list[Any]] = {}
+    with zmq.Context() as context, context.socket(zmq.DEALER) as asks:
+        asks.connect(f"{address}.replay")
+        for topic in (b"kv-events", b"lookonce.encoder-outputs", b"lookonce.items"):
+            asks.send_multipart([b"", b"snapshot", topic])
+            assert asks.poll(20_000)
+            _, _, payload = asks.recv_multipart()
+            _, ((cleared, *_), *found[topic]) = msgspec.msgpack.decode(payload)
+            assert cleared in ("AllBlocksCleared", "AllKeysCleared")
+            assert asks.recv_multipart()[-1] == b"", "one batch is enough"
+    ((kind, hashes, parent, tokens, size, *_),) = found[b"kv-events"]
+    assert (kind, parent) == ("BlockStored", None)
+    assert len(tokens) == size * len(hashes) > 0
+    outputs, items = found[b"lookonce.encoder-outputs"], found[b"lookonce.items"]
+    return sum(len(keys) for _, keys in outputs), sum(len(keys) for _, keys in items)
+
+
+def look_after(server: LiveServer, text: str) -> dict[str, Any]:
+    """One answer to the same picture after other text."""
+    (message,) = ask(SHAPES, QUESTION)
+    message["content"].insert(0, {"type": "text", "text": text})
+    body = {"model": "nano", "messages": [message], "reuse_receipt": True, "max_tokens": 2}
+    response = server.post("/v1/chat/completions", body)
+    assert response.status_code == 200, response.text
+    answer: dict[str, Any] = response.json()
+    return answer
 
 
 def scribble(file: Path) -> None:

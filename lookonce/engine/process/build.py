@@ -27,7 +27,7 @@ from lookonce.engine.process.step_loop import StepChannel, StepLoop, StopCommand
 from lookonce.engine.process_io import EngineSettings
 from lookonce.ipc.channel import EngineChannel, EngineLink
 from lookonce.types.model import ModelInfo
-from lookonce.types.ports import ExternalPrefixCache, ModelRunner
+from lookonce.types.ports import ExternalEncoderCache, ExternalPrefixCache, ModelRunner
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +42,7 @@ def assemble(
     pool: BlockPool,
     external: ExternalPrefixCache | None = None,
     grammars: GrammarCompiler | None = None,
+    external_outputs: ExternalEncoderCache | None = None,
 ) -> tuple[EngineCore, RequestPreprocessor]:
     """An engine of a scheduler over `pool` and a `runner` with as many KV blocks.
 
@@ -58,11 +59,12 @@ def assemble(
         settings.scheduler,
         external,
         fail_on_loss=settings.kv.load_failure_policy == "fail",
+        external_outputs=external_outputs,
     )
     if grammars is None:
         grammars = GrammarCompiler(settings.model.folder, info.vocab_size, info.eos_token_ids)
     preprocessor = RequestPreprocessor(info, scheduler.validator, grammars.compile)
-    return EngineCore(scheduler, runner, external), preprocessor
+    return EngineCore(scheduler, runner, external, external_outputs), preprocessor
 
 
 class EngineThreads:

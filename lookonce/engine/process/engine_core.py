@@ -18,11 +18,12 @@ from lookonce.core.request import Request
 from lookonce.core.request_validation import RequestValidator
 from lookonce.core.scheduler import Scheduler
 from lookonce.core.scheduler_state import SchedulerOutput
+from lookonce.engine.process.cache_events import EventPublisher, StepEvents
 from lookonce.engine.process.grammar import Compile
 from lookonce.errors import LookOnceError, RequestFailedError
 from lookonce.types.media import Array, MediaFeature, ProcessedItem
 from lookonce.types.model import ModelInfo
-from lookonce.types.ports import ExternalPrefixCache, ModelRunner
+from lookonce.types.ports import ExternalEncoderCache, ExternalPrefixCache, ModelRunner
 from lookonce.types.request import EXTEND, ExtendOptions, GenerateRequest, SessionOptions
 from lookonce.types.request_validation import check_fits
 from lookonce.types.step import StepPlan, StepResult
@@ -46,17 +47,33 @@ class EngineCore:
         scheduler: Scheduler,
         runner: ModelRunner,
         external: ExternalPrefixCache | None = None,
+        external_outputs: ExternalEncoderCache | None = None,
     ) -> None:
-        """`external`: the KV tiers the scheduler was given."""
+        """`external`, `external_outputs`: the tiers the scheduler was given."""
         self._scheduler = scheduler
         self._runner = runner
         self._external = external
+        self._external_outputs = external_outputs
         self._broken_steps = 0
+        self._events: StepEvents | None = None
         self.add_figures: Callable[[], dict[str, float]] = dict
         """More counters for `stats`; benchmarks set this."""
 
     def step(self) -> SchedulerOutput | None:
         """One step; its output, None when there was nothing to do."""
+        output = self._step()
+        if self._events is not None:
+            self._events.flush()
+        return output
+
+    def publish(self, publisher: EventPublisher) -> None:
+        """From now on the caches tell `publisher` what they gain and lose; they are empty yet."""
+        self._events = publisher.open_step_events(
+            self._scheduler.block_size, self._scheduler.take_output_changes
+        )
+        self._scheduler.watch(self._events)
+
+    def _step(self) -> SchedulerOutput | None:
         plan = self._scheduler.plan()
         if plan is None:
             return self._scheduler.take_output() or None
@@ -117,14 +134,16 @@ class EngineCore:
         return self._scheduler.stats() | self.add_figures()
 
     def wake_with(self, wake: Callable[[], None]) -> None:
-        """`wake` is called, from any thread, when the KV tiers have something for the next step."""
-        if self._external is not None:
-            self._external.wake = wake
+        """`wake` is called, from any thread, when a tier has something for the next step."""
+        for external in (self._external, self._external_outputs):
+            if external is not None:
+                external.wake = wake
 
     def close(self) -> None:
         """End the threads of the external tiers."""
-        if self._external is not None:
-            self._external.close()
+        for external in (self._external, self._external_outputs):
+            if external is not None:
+                external.close()
 
     @property
     def has_work(self) -> bool:
@@ -173,9 +192,10 @@ def _observe(external: ExternalPrefixCache, plan: StepPlan, seconds: float) -> N
 def _broken(plan: StepPlan, cause: Exception) -> StepResult:
     """The result of a step that raised: all sequences and items in it failed."""
     error = RequestFailedError(f"the model failed on this request ({type(cause).__name__})")
+    outputs = [item.key for item in plan.encode] + [output.key for output in plan.received]
     return StepResult(
         token_ids=(-1,) * sum(chunk.sample for chunk in plan.scheduled),
-        failed_items=dict.fromkeys((*(encode.key for encode in plan.encode), *plan.restore), error),
+        failed_items=dict.fromkeys((*outputs, *plan.restore), error),
         lost_copies=plan.offload,
         failed_sequences={chunk.seq_id: error for chunk in plan.scheduled},
     )

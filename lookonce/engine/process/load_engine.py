@@ -20,7 +20,7 @@ from lookonce.core.block_pool import BlockPool
 from lookonce.engine.process.build import assemble
 from lookonce.engine.process.engine_core import EngineCore, RequestPreprocessor
 from lookonce.engine.process.grammar import GrammarCompiler
-from lookonce.engine.process.kv_tiers import open_external, rope_of
+from lookonce.engine.process.kv_tiers import open_external, open_external_outputs, rope_of
 from lookonce.engine.process.warmup import WarmUpItems, warm_up
 from lookonce.engine.process_io import EngineSettings
 from lookonce.errors import ConfigError
@@ -89,9 +89,13 @@ def load_engine(
     if settings.kv.tiers:
         rope = rope_of(loaded.family.text_config)
         external = open_external(settings.kv, loaded.info, rope, runner.page_copier())
+    outputs = None
+    if settings.encoder.tiers:
+        copier = runner.output_copier()
+        outputs = open_external_outputs(settings.encoder, loaded.info, copier)
     pool = BlockPool(num_blocks, block_size)
     grammars.load_soon()
-    return assemble(loaded.info, runner, settings, pool, external, grammars)
+    return assemble(loaded.info, runner, settings, pool, external, grammars, outputs)
 
 
 def attention_of(loaded: LoadedModel, kv: KVConfig) -> tuple[AttentionBackend, int]:

@@ -26,6 +26,7 @@ import msgspec
 
 from lookonce.cache.slabs import slab_capacity, why_no_slabs
 from lookonce.engine.process.build import EngineThreads
+from lookonce.engine.process.cache_events import EventPublisher
 from lookonce.engine.process.engine_core import EngineCore, RequestPreprocessor
 from lookonce.engine.process_io import (
     EngineAlive,
@@ -84,6 +85,7 @@ def run_engine(load: Load) -> NoReturn:
 
 def serve(settings: EngineSettings, load: Load, progress: ProgressPipe, started: float) -> None:
     """Answer on the channel at once, load the model meanwhile, then step until SIGTERM."""
+    publisher = None if settings.events is None else EventPublisher(settings.events)
     link = SocketEngineLink(settings.address)
     threads = EngineThreads(
         link,
@@ -93,17 +95,23 @@ def serve(settings: EngineSettings, load: Load, progress: ProgressPipe, started:
         max_tenant_sessions=settings.scheduler.max_tenant_sessions,
         slab_bytes=usable_slab_bytes(settings.media.shared_cache_bytes),
     )
+    if publisher is not None:
+        threads.receiver_cache.store.on_change = publisher.item_changed
     threads.start_input(
         on_beat=lambda stalled: progress.tell(EngineAlive(stalled)),
         on_broken=lambda: _exit(EXIT_BROKEN),
     )
     progress.tell(EngineLoading(0, 0))
     core, preprocessor = load(settings, progress.loading)
+    if publisher is not None:
+        core.publish(publisher)
     # The step in progress is finished first. Until here SIGTERM kills at once.
     signal.signal(signal.SIGTERM, lambda number, frame: threads.stop())
     threads.open(preprocessor)
     progress.tell(Serving(time.monotonic() - started))
     threads.run_steps(core)
+    if publisher is not None:
+        publisher.close()
 
 
 def usable_slab_bytes(cache_bytes: int) -> int:

@@ -48,6 +48,7 @@ from lookonce.render.families.base import Options
 from lookonce.render.media.cost import UNLIMITED, CostLimits, estimate_cost
 from lookonce.render.media.fair_queue import QueueLimitError
 from lookonce.render.media.loader import OFF_LOOP_BYTES, Encoded, MediaSource, for_part
+from lookonce.render.media.picture_size import ExpansionsBySize
 from lookonce.render.media.processing import MediaJob, Processed
 from lookonce.render.media.single_flight import SingleFlight
 from lookonce.types.counts import Counts
@@ -77,6 +78,10 @@ class ItemIdentity(Protocol):
     def fingerprint(self) -> bytes: ...
 
     def item_options(self, modality: Modality, kwargs: Mapping[str, object]) -> Options: ...
+
+    def expansion_of_size(
+        self, modality: Modality, size: tuple[int, ...], options: Options
+    ) -> Expansion: ...
 
 
 class Loader(Protocol):
@@ -239,9 +244,11 @@ class MediaResolver:
         algorithm: HashAlgorithm = "blake3",
         stats: RenderStats | None = None,
         claims: ClaimsItems | None = None,
+        sizes: ExpansionsBySize | None = None,
     ) -> None:
         """`max_bytes` limits the encoded bytes of inline media, `cost_limits` what decoding one
-        item may cost; without `claims` nobody else makes items."""
+        item may cost; without `claims` nobody else makes items. `sizes` says the tokens of new
+        pictures, where nothing else of them is wanted."""
         self.stats = RenderStats(loader.fetched) if stats is None else stats
         self._family = family
         self._fingerprint = family.fingerprint()
@@ -253,6 +260,7 @@ class MediaResolver:
         self._cost_limits = cost_limits
         self._algorithm: HashAlgorithm = algorithm
         self._claims = Unclaimed() if claims is None else claims
+        self._sizes = sizes
         self._running: SingleFlight[bytes, Processed | None] = SingleFlight()
         """What is being made, by key; None: another API process has made it."""
         self._num_in_pool = 0
@@ -269,7 +277,8 @@ class MediaResolver:
         loader: Loader,
         stats: RenderStats | None = None,
     ) -> MediaResolver:
-        """A resolver that shares the family and the pool, but has its own directory and counts."""
+        """A resolver that shares the family and the pool, but has its own directory and counts, and
+        decodes no picture whose tokens its headers tell."""
         return MediaResolver(
             family=self._family,
             directory=directory,
@@ -280,6 +289,7 @@ class MediaResolver:
             cost_limits=self._cost_limits,
             algorithm=self._algorithm,
             stats=stats,
+            sizes=ExpansionsBySize(self._family, self._pool.run),
         )
 
     async def resolve(
@@ -533,6 +543,10 @@ class MediaResolver:
     async def _make(self, part: ResolvedPart, prompt: _Prompt) -> RenderedItem:
         """Decode and process the part, or wait for whoever does so for the same key: another part,
         or another API process."""
+        if self._sizes is not None and part.source.modality == "image":
+            expansion = await self._expansion_by_size(self._sizes, part)
+            if expansion is not None:
+                return self._bind(part, self._item(part, expansion, "not_needed"))
         begun = time.monotonic()
         for _ in range(MAX_CLAIMS_OF_ONE_PART):
             joined = part.key in self._running
@@ -555,6 +569,21 @@ class MediaResolver:
             item.pinned = True
             prompt.pinned.append(item)
         return self._bind(part, item)
+
+    async def _expansion_by_size(
+        self, sizes: ExpansionsBySize, part: ResolvedPart
+    ) -> Expansion | None:
+        """What the picture's headers tell, if its decoding would be within the limits. Raises a
+        `RequestError` that names the part where it would not."""
+        if part.data is None:
+            return None
+        job = await part.job()
+        try:
+            await self._estimated(job)
+        except TooLargeError as error:
+            self.stats.refused["estimate"] += 1
+            raise for_part(error, part.source.param) from None
+        return await sizes.find(job.data, part.options)
 
     async def _process(self, part: ResolvedPart, make: Make) -> Processed | None:
         try:

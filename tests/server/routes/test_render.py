@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from lookonce.render.media import picture_size
 from lookonce.types.model import ONE_IN_A_PROMPT
 from tests.support.drawing import audio_part, image_part, text_part
 from tests.support.model.cases import picture, sound
@@ -73,15 +74,37 @@ def test_a_uuid_met_in_passing_means_nothing_to_the_next_chat(folder):
 
 
 @pytest.mark.parametrize("route", ROUTES)
-def test_a_picture_met_again_is_not_decoded_again(folder, route):
+def test_a_new_picture_is_decoded_only_where_its_headers_do_not_tell_its_tokens(folder, route):
+    """A GIF's do not: it is decoded the first time it is met."""
+
     async def scenario():
         async with engine_node(folder("llava")) as node:
-            answers = [await node.ok(route, chat(NEW, request_id="r")) for _ in range(3)]
-            assert answers[0] == answers[1] == answers[2]
-            decoded = counts_of(node.services.readonly)["media_decodes_total:image"]
-            assert (decoded, node.jobs()) == (1, 0)
+            for part, decodes in ((NEW, 0), (image_part(picture(2), "GIF"), 1)):
+                answers = [await node.ok(route, chat(part, request_id="r")) for _ in range(3)]
+                assert answers[0] == answers[1] == answers[2]
+                decoded = counts_of(node.services.readonly)["media_decodes_total:image"]
+                assert (decoded, node.jobs()) == (decodes, 0)
 
     run(scenario())
+
+
+@pytest.mark.parametrize("kind", ["llava", "qwen2_5_vl", "gemma3", "pixtral", "idefics3"])
+def test_tokens_without_decoding_are_those_of_decoding(folder, kind, monkeypatch):
+    body = chat(*(image_part(picture(n, 61 + 40 * n, 200 - 31 * n), "JPEG") for n in (1, 2, 3)))
+
+    found = []
+
+    async def scenario():
+        async with render_node(folder(kind)) as node:
+            tokens = (await node.ok("/tokenize", body))["tokens"]
+            found.append((tokens, counts_of(node.services.readonly)["media_decodes_total:image"]))
+
+    run(scenario())
+    monkeypatch.setattr(picture_size, "upright_size", lambda data: None)
+    run(scenario())
+    (told, without), (made, decoded) = found
+    assert told == made
+    assert (without, decoded) == (0, 3)
 
 
 @pytest.mark.parametrize("route", ROUTES)

@@ -26,7 +26,7 @@ from lookonce.types.step import (
     StepPlan,
     StepResult,
 )
-from tests.support.core.builders import VOCAB, Limits
+from tests.support.core.builders import ROW_BYTES, VOCAB, Limits
 
 
 class PlanError(AssertionError):
@@ -74,6 +74,8 @@ class FakeRunner:
         self.failing_sequences: set[int] = set()
         self.encoded: list[bytes] = []
         """Every key that was encoded, in order."""
+        self.received: list[bytes] = []
+        """Every key whose output came from an external tier, in order."""
         self.lost: set[bytes] = set()
         self.computed_tokens = 0
         self._pooled: dict[int, bytes] = {}
@@ -91,6 +93,7 @@ class FakeRunner:
                 self._extend(change)
         failed: dict[bytes, LookOnceError] = {}
         lost_copies = self._move_outputs(plan, failed)
+        self._receive(plan, failed)
         self._encode(plan, failed)
         self._check_budgets(plan)
         broken: dict[int, LookOnceError] = {}
@@ -190,6 +193,20 @@ class FakeRunner:
                 require(key in self.lost, "only a copy there is is restored")
                 failed[key] = RequestFailedError("the copy is lost")
         return lost
+
+    def _receive(self, plan: StepPlan, failed: dict[bytes, LookOnceError]) -> None:
+        for received in plan.received:
+            key, (rows, _) = received.key, received.output.shape
+            require(key not in self.outputs, "an output that is held is not received")
+            require(key not in [e.key for e in plan.encode], "what is received is not encoded")
+            wrong = bytes(received.output.data) != output_bytes(key, rows)
+            require(not wrong, "what is received is what was encoded")
+            if key in self.failing_items:
+                failed[key] = RequestFailedError("no memory")
+                self.lost.add(key)
+            else:
+                self.outputs[key] = rows
+                self.received.append(key)
 
     def _encode(self, plan: StepPlan, failed: dict[bytes, LookOnceError]) -> None:
         rows = [e.item.expansion.num_embeds for e in plan.encode]
@@ -307,6 +324,11 @@ class FakeRunner:
         slot = (sequence.blocks[position // self.block_size], position % self.block_size)
         require(slot in self.kv, "what is read has been computed")
         return self.kv[slot]
+
+
+def output_bytes(key: bytes, rows: int) -> bytes:
+    """The bytes of an encoder output."""
+    return hashlib.shake_128(key).digest(rows * ROW_BYTES)
 
 
 def collect(features: tuple[MediaFeature, ...], *, encoder_decoder: bool) -> MultiModalFeatures:

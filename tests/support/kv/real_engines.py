@@ -7,12 +7,13 @@ servers, or one before and after a restart.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from lookonce.config import EncoderConfig, KVConfig, ModelConfig, SchedulerConfig
 from lookonce.core.block_pool import BlockPool
 from lookonce.engine.process.build import assemble
-from lookonce.engine.process.kv_tiers import open_external, rope_of
+from lookonce.engine.process.kv_tiers import open_external, open_external_outputs, rope_of
 from lookonce.engine.process_io import EngineSettings
 from lookonce.model.attention.select import select_backend
 from lookonce.model.loader import LoadedModel, load_model
@@ -28,13 +29,15 @@ BLOCK_SIZE = 4
 class Served:
     """One engine in this process; a context manager."""
 
-    def __init__(self, loaded: LoadedModel, *tiers: TierSpec) -> None:
+    def __init__(
+        self, loaded: LoadedModel, *tiers: TierSpec, encoder_tiers: Sequence[TierSpec] = ()
+    ) -> None:
         kv = KVConfig(block_size=BLOCK_SIZE, tiers=tiers, load_policy="always")
         self.settings = EngineSettings(
             model=ModelConfig(folder="", served_name="test"),
             scheduler=SchedulerConfig(max_num_batched_tokens=64, max_num_seqs=8),
             kv=kv,
-            encoder=EncoderConfig(),
+            encoder=EncoderConfig(tiers=tuple(encoder_tiers)),
             address="",
         )
         family = loaded.family
@@ -49,8 +52,19 @@ class Served:
         if tiers:
             rope = rope_of(family.text_config)
             self.external = open_external(kv, loaded.info, rope, runner.page_copier())
+        self.outputs = None
+        if encoder_tiers:
+            copier = runner.output_copier()
+            self.outputs = open_external_outputs(self.settings.encoder, loaded.info, copier)
         pool = BlockPool(NUM_BLOCKS, BLOCK_SIZE)
-        self.core, _ = assemble(loaded.info, runner, self.settings, pool, self.external)
+        self.core, _ = assemble(
+            loaded.info,
+            runner,
+            self.settings,
+            pool,
+            self.external,
+            external_outputs=self.outputs,
+        )
         self._count = 0
 
     def __enter__(self) -> Served:
@@ -85,7 +99,7 @@ class Served:
 
     def settle(self) -> None:
         end = time.monotonic() + 10.0
-        while self.external is not None:
+        while self.external is not None or self.outputs is not None:
             self.core.step()
             stats = self.core.stats()
             waiting = [v for k, v in stats.items() if "queue_bytes" in k or "blocks_held" in k]

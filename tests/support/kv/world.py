@@ -17,11 +17,13 @@ from lookonce.core.scheduler import Scheduler
 from lookonce.core.scheduler_state import SchedulerState
 from lookonce.kv.chain import TierChain
 from lookonce.kv.connector import KVConnector
+from lookonce.kv.encoder_connector import EncoderConnector
 from lookonce.kv.tier import KVTier
-from lookonce.types.kv import KVLayout, KVLoadPolicy
+from lookonce.types.kv import KVLayout, KVLoadPolicy, OutputLayout
+from lookonce.types.request import GenerateRequest
 from tests.support.core.builders import ROW_BYTES, Limits
 from tests.support.core.engine import Engine
-from tests.support.core.fake_runner import FakeRunner
+from tests.support.core.fake_runner import FakeRunner, output_bytes, reference
 
 ENTRY_BYTES = 16
 """Of one position's "K/V" in the fake runner."""
@@ -159,3 +161,107 @@ class World(Engine):
     def forget_device(self) -> None:
         """What a restart does: the device holds nothing any more, the tiers what they hold."""
         self.scheduler.reset_prefix_cache()
+
+
+OUTPUTS = OutputLayout(ROW_BYTES, "float32", 2 * ROW_BYTES)
+"""Two rows to a piece: most outputs have several, and some a last one that is not full."""
+
+
+class Outputs:
+    """Implements `EncoderOutputCopier` over the fake runner's outputs."""
+
+    def __init__(self, runner: FakeRunner) -> None:
+        self._runner = runner
+
+    def pin(self, key: bytes) -> object | None:
+        rows = self._runner.outputs.get(key)
+        return None if rows is None else output_bytes(key, rows)
+
+    def copy(self, pinned: object, out: memoryview) -> None:
+        assert isinstance(pinned, bytes)
+        out[:] = pinned
+
+
+class OutputWorld(Engine):
+    """`tests.support.core.engine.Engine` with tiers of encoder outputs; use as a context manager.
+
+    The fake runner checks the bytes of every output that a tier gave.
+    """
+
+    def __init__(
+        self,
+        *tiers: KVTier,
+        limits: Limits = Limits(),  # noqa: B008 - frozen
+        lookup_seconds: float = 60.0,
+        load_seconds: float = 60.0,
+        max_queued_bytes: int = 1 << 20,
+    ) -> None:
+        super().__init__(limits)
+        self.chain = TierChain(tiers)
+        self.connector = EncoderConnector(
+            self.chain,
+            Outputs(self.runner),
+            OUTPUTS,
+            lookup_seconds=lookup_seconds,
+            load_seconds=load_seconds,
+            max_queued_bytes=max_queued_bytes,
+        )
+        pool = BlockPool(limits.num_blocks, limits.block_size)
+        cache = EncoderCache(limits.encoder_rows * ROW_BYTES, ROW_BYTES)
+        self.scheduler = Scheduler(
+            SchedulerState(pool, cache, prefix_caching=limits.prefix_caching),
+            limits.model,
+            SchedulerConfig(
+                max_num_seqs=limits.max_num_seqs,
+                max_num_batched_tokens=limits.max_num_batched_tokens,
+                max_encoder_tokens=limits.max_encoder_tokens,
+            ),
+            external_outputs=self.connector,
+        )
+
+    def __enter__(self) -> OutputWorld:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.connector.close()
+
+    def forget_device(self) -> None:
+        """What a restart does: the device holds nothing any more, the tiers what they hold."""
+        self.scheduler.reset_prefix_cache()
+        self.scheduler.reset_encoder_cache()
+
+    def settle(self) -> None:
+        """Step until every request has ended, and every store is done."""
+        end = time.monotonic() + 60.0
+        while self.step() is not None or self.unsettled():
+            time.sleep(0.0005)
+            assert time.monotonic() < end, "the scheduler does not come to an end"
+        self.assert_all_free()
+
+    def unsettled(self) -> bool:
+        stats = self.scheduler.stats()
+        waiting = any(value for name, value in stats.items() if "queue_bytes" in name)
+        under_way = stats["encoder_transfer_staged_bytes"]
+        return bool(
+            self.scheduler.num_waiting or self.scheduler.num_running or waiting or under_way
+        )
+
+    def serve(self, *requests: GenerateRequest) -> None:
+        """All at once; each gets the tokens that it must get."""
+        for one in requests:
+            self.add(one)
+        self.settle()
+        for one in requests:
+            self.check(one)
+
+    def serve_until_ended(self, one: GenerateRequest) -> None:
+        """Step until this request has ended, whatever transfers are under way."""
+        self.add(one)
+        end = time.monotonic() + 60.0
+        while (one.request_id, 0) not in self.ended:
+            if self.step() is None:
+                time.sleep(0.0005)
+            assert time.monotonic() < end, "the request does not come to an end"
+
+    def check(self, one: GenerateRequest) -> None:
+        assert self.tokens[one.request_id, 0] == reference(one, one.sampling.max_tokens or 0)

@@ -1,0 +1,384 @@
+"""Tells other processes, over ZMQ, what the caches of this engine gain and lose (`--events`).
+
+    step thread   blocks, encoder outputs ─┐ one list a step
+    input thread  processed items ─────────┴▶ publisher thread ─▶ PUB     topic │ sequence │ batch
+                                              replay thread    ◀─▶ ROUTER  what a subscriber lost
+
+The wire format of KV blocks is vLLM's (`vllm/distributed/kv_events.py`): three frames, of which
+the second is the sequence number (8 bytes, big-endian) and the third a msgpack array
+`[time, events]`. An event is an array that begins with its name, or a map with the name as `type`.
+Each topic counts its own batches; batch 0 clears everything, so that a subscriber which sees it
+knows that the engine has started anew.
+
+A subscriber that finds a gap asks the ROUTER socket, by one frame of 8 bytes, for all batches from
+that number on; the answers end with the number -1 and an empty payload. Where these begin too late,
+it asks for a `snapshot`: batches that clear everything and store what is held now, all with the
+number up to which they are true. A second frame names another topic than that of KV blocks.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeAlias
+
+import msgspec
+import numpy as np
+
+from lookonce.config import ENCODER_TOPIC, ITEM_TOPIC, EventsConfig
+from lookonce.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+MAX_REPLAY_BATCHES = 10_000
+MAX_REPLAY_BYTES = 64 << 20
+"""What is kept of each topic for replay; older batches are forgotten."""
+MAX_SNAPSHOT_CHANGES = 1_000
+"""Changes in one batch of a snapshot."""
+END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
+SNAPSHOT = b"snapshot"
+MEDIUM = "GPU"
+"""What vLLM calls the device, of whatever kind."""
+HIGH_WATER_MARK = 100_000
+"""Messages queued for one subscriber; one that is slower loses the next ones, and finds out."""
+
+
+# --- what happened -------------------------------------------------------------------------------
+
+
+class Stored(msgspec.Struct, frozen=True, gc=False):
+    """A KV block was registered; fields as in `types.ports.BlockEvents.stored`."""
+
+    key: bytes
+    parent: bytes | None
+    tokens: bytes
+    items: tuple[bytes, ...]
+
+
+class Held(msgspec.Struct, frozen=True, gc=False):
+    """An encoder output or a processed item is held now."""
+
+    key: bytes
+
+
+class Removed(msgspec.Struct, frozen=True, gc=False):
+    key: bytes
+
+
+class Cleared(msgspec.Struct, frozen=True, gc=False):
+    """Nothing is held any more."""
+
+
+Change: TypeAlias = Stored | Held | Removed | Cleared
+Event: TypeAlias = dict[str, Any]
+"""Field → value, `type` first, in the order of vLLM's definitions."""
+
+
+class StepEvents:
+    """Collects what a step changes; implements `types.ports.BlockEvents`. For the step thread.
+
+    A method costs less than a microsecond; `flush` hands everything over at the end of a step.
+    """
+
+    def __init__(
+        self,
+        publish: Callable[[str, list[Change]], None],
+        topic: str,
+        take_outputs: Callable[[], tuple[list[bytes], list[bytes]]],
+    ) -> None:
+        """`topic` of KV blocks; `take_outputs`: encoder outputs that have come and gone."""
+        self._publish = publish
+        self._topic = topic
+        self._take_outputs = take_outputs
+        self._changes: list[Change] = []
+
+    def stored(
+        self, block_hash: bytes, parent: bytes | None, tokens: bytes, items: tuple[bytes, ...]
+    ) -> None:
+        self._changes.append(Stored(block_hash, parent, tokens, items))
+
+    def removed(self, block_hash: bytes) -> None:
+        self._changes.append(Removed(block_hash))
+
+    def cleared(self) -> None:
+        self._changes.append(Cleared())
+
+    def flush(self) -> None:
+        if self._changes:
+            self._publish(self._topic, self._changes)
+            self._changes = []
+        come, gone = self._take_outputs()
+        if come or gone:
+            changes: list[Change] = [Removed(key) for key in gone]
+            changes += [Held(key) for key in come]
+            self._publish(ENCODER_TOPIC, changes)
+
+
+# --- events --------------------------------------------------------------------------------------
+
+
+def to_events(changes: Sequence[Change], block_size: int) -> list[Event]:
+    """The same in fewer events: blocks that follow each other, keys that go together."""
+    events: list[Event] = []
+    last: Event = {"type": ""}
+    for change in changes:
+        event = _event(change, block_size)
+        if not _join(last, event):
+            events.append(event)
+            last = event
+    return events
+
+
+def _event(change: Change, block_size: int) -> Event:
+    match change:
+        case Stored(key, parent, tokens, items):
+            return {
+                "type": "BlockStored",
+                "block_hashes": [key],
+                "parent_block_hash": parent,
+                "token_ids": np.frombuffer(tokens, np.int32).tolist(),
+                "block_size": block_size,
+                "lora_id": None,
+                "medium": MEDIUM,
+                "lora_name": None,
+                "extra_keys": [tuple(item.hex() for item in items) or None],
+            }
+        case Removed(key) if block_size:
+            return {"type": "BlockRemoved", "block_hashes": [key], "medium": MEDIUM}
+        case Cleared() if block_size:
+            return {"type": "AllBlocksCleared"}
+        case Held(key):
+            return {"type": "KeysHeld", "keys": [key]}
+        case Removed(key):
+            return {"type": "KeysRemoved", "keys": [key]}
+        case _:
+            return {"type": "AllKeysCleared"}
+
+
+def _join(last: Event, event: Event) -> bool:
+    """Add `event` to the one before it, where both are one."""
+    kind = event["type"]
+    if kind != last["type"]:
+        return False
+    if kind == "BlockStored":
+        if event["parent_block_hash"] != last["block_hashes"][-1]:
+            return False
+        for name in ("block_hashes", "token_ids", "extra_keys"):
+            last[name] += event[name]
+        return True
+    for name in ("block_hashes", "keys"):
+        if name in event:
+            last[name] += event[name]
+    return True
+
+
+def encode_batch(events: Sequence[Event], form: str, moment: float) -> bytes:
+    """`[time, events]` in msgpack, events in one of vLLM's two forms."""
+    if form == "array":
+        return msgspec.msgpack.encode([moment, [_as_array(event) for event in events]])
+    return msgspec.msgpack.encode([moment, events])
+
+
+def _as_array(event: Event) -> list[Any]:
+    """Values in order; trailing ones that say nothing are left out."""
+    values = list(event.values())
+    if event["type"] == "BlockStored" and not any(event["extra_keys"]):
+        values.pop()
+    while values[-1] is None:
+        values.pop()
+    return values
+
+
+class TopicLog:
+    """One topic: its last batches for replay, and what is held, for snapshots. Thread-safe.
+
+    `append` is called by one thread. `block_size` 0: the topic is not of KV blocks.
+    """
+
+    def __init__(
+        self,
+        topic: str,
+        form: str,
+        block_size: int = 0,
+        *,
+        max_batches: int = MAX_REPLAY_BATCHES,
+        max_bytes: int = MAX_REPLAY_BYTES,
+    ) -> None:
+        self.topic = topic.encode()
+        self._form = form
+        self._block_size = block_size
+        self._max_batches, self._max_bytes = max_batches, max_bytes
+        self._lock = threading.Lock()
+        self._batches: deque[tuple[int, bytes]] = deque()
+        self._num_bytes = 0
+        self._next = 0
+        self._held: dict[bytes, Change] = {}
+        """Key → what stored it, in that order: a block comes after its parent."""
+        self.append([Cleared()])
+
+    def append(self, changes: Sequence[Change]) -> tuple[bytes, bytes, bytes]:
+        """Count one more batch; the frames to send."""
+        payload = encode_batch(to_events(changes, self._block_size), self._form, time.time())
+        with self._lock:
+            number = self._next
+            self._next += 1
+            for change in changes:
+                match change:
+                    case Stored(key) | Held(key):
+                        self._held[key] = change
+                    case Removed(key):
+                        self._held.pop(key, None)
+                    case Cleared():
+                        self._held.clear()
+            self._batches.append((number, payload))
+            self._num_bytes += len(payload)
+            while len(self._batches) > self._max_batches or self._num_bytes > self._max_bytes:
+                _, forgotten = self._batches.popleft()
+                self._num_bytes -= len(forgotten)
+        return self.topic, number.to_bytes(8, "big"), payload
+
+    def replay(self, start: int) -> list[tuple[int, bytes]]:
+        """(number, batch) of all batches from `start` on that are kept."""
+        with self._lock:
+            return [batch for batch in self._batches if batch[0] >= start]
+
+    def snapshot(self) -> Iterator[tuple[int, bytes]]:
+        """Batches that clear everything and store what is held, each with the number of the last
+        batch that they include."""
+        with self._lock:
+            number, held = self._next - 1, list(self._held.values())
+        moment = time.time()
+        first: list[Change] = [Cleared()]
+        for at in range(0, max(len(held), 1), MAX_SNAPSHOT_CHANGES):
+            changes = (first if at == 0 else []) + held[at : at + MAX_SNAPSHOT_CHANGES]
+            yield number, encode_batch(to_events(changes, self._block_size), self._form, moment)
+
+    def answer(self, request: bytes) -> Iterator[tuple[bytes, bytes]]:
+        """(number, payload) frames that answer a request: `snapshot`, or a number to replay from.
+
+        Raises `ValueError` for another request.
+        """
+        if request != SNAPSHOT and len(request) != 8:
+            raise ValueError("a request is `snapshot` or a number of 8 bytes")
+        if request == SNAPSHOT:
+            batches: Iterator[tuple[int, bytes]] = self.snapshot()
+        else:
+            batches = iter(self.replay(int.from_bytes(request, "big")))
+        for number, payload in batches:
+            yield number.to_bytes(8, "big"), payload
+        yield END_OF_REPLAY, b""
+
+
+# --- sockets -------------------------------------------------------------------------------------
+
+
+class EventPublisher:
+    """The two ZMQ sockets and their threads. Raises `ConfigError` for an address that cannot be
+    bound.
+
+    `open_step_events` is called once the model's block size is known; until then nothing of KV
+    blocks is published.
+    """
+
+    def __init__(self, config: EventsConfig) -> None:
+        import zmq  # an optional dependency
+
+        self._zmq = zmq
+        self._config = config
+        self._context = zmq.Context()
+        try:
+            self._pub = self._bind(zmq.PUB, config.address)
+            self._router = self._bind(zmq.ROUTER, config.replay_address)
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            raise ConfigError(f"--events: {error}") from error
+        self._queue: queue.SimpleQueue[tuple[str, list[Change]] | None] = queue.SimpleQueue()
+        self._logs: dict[str, TopicLog] = {}
+        if not config.blocks_only:
+            for topic in (ENCODER_TOPIC, ITEM_TOPIC):
+                self._logs[topic] = TopicLog(topic, config.form)
+        self._threads = [
+            threading.Thread(target=self._publish_all, name="events", daemon=True),
+            threading.Thread(target=self._answer_all, name="events-replay", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def open_step_events(
+        self, block_size: int, take_outputs: Callable[[], tuple[list[bytes], list[bytes]]]
+    ) -> StepEvents:
+        """What the step thread tells of its caches, whose blocks have so many tokens."""
+        topic = self._config.topic
+        self._logs[topic] = TopicLog(topic, self._config.form, block_size)
+        return StepEvents(self.publish, topic, take_outputs)
+
+    def item_changed(self, key: bytes, held: bool) -> None:
+        """A processed item has come or gone; any thread."""
+        self.publish(ITEM_TOPIC, [Held(key) if held else Removed(key)])
+
+    def publish(self, topic: str, changes: list[Change]) -> None:
+        """Hand changes over; any thread. Whoever does so must not change the list any more."""
+        self._queue.put((topic, changes))
+
+    def close(self) -> None:
+        """Send what was handed over, and end both threads."""
+        self._queue.put(None)
+        self._threads[0].join(timeout=2.0)
+        self._context.term()  # ends the replay thread's wait; returns when it has closed its socket
+        self._threads[1].join(timeout=2.0)
+
+    def _bind(self, kind: int, address: str) -> Any:
+        bound = self._context.socket(kind)
+        bound.setsockopt(self._zmq.LINGER, 0)
+        bound.setsockopt(self._zmq.SNDHWM, HIGH_WATER_MARK)
+        bound.bind(address)
+        return bound
+
+    def _publish_all(self) -> None:
+        """Until None. What has gathered meanwhile becomes one batch of each topic."""
+        done = False
+        while not done:
+            gathered: dict[str, list[Change]] = {}
+            handed = self._queue.get()
+            while handed is not None:
+                topic, changes = handed
+                gathered.setdefault(topic, []).extend(changes)
+                if self._queue.empty():
+                    break
+                handed = self._queue.get()
+            done = handed is None
+            try:
+                for topic, changes in gathered.items():
+                    if topic in self._logs:
+                        self._pub.send_multipart(self._logs[topic].append(changes))
+            except self._zmq.ZMQError:
+                logger.exception("events were not sent; they can be replayed")
+        self._pub.close()
+
+    def _answer_all(self) -> None:
+        """Until the context ends. A request that is wrong is answered with the end alone."""
+        while True:
+            try:
+                self._answer(self._router.recv_multipart())
+            except self._zmq.ContextTerminated:
+                self._router.close()
+                return
+            except self._zmq.ZMQError:
+                logger.exception("a replay was not sent")
+
+    def _answer(self, frames: list[bytes]) -> None:
+        """`frames`: the client, an empty one, the request, and perhaps a topic."""
+        client, *rest = frames
+        request = rest[1] if len(rest) > 1 else b""
+        topic = rest[2].decode(errors="replace") if len(rest) > 2 else self._config.topic
+        log = self._logs.get(topic)
+        try:
+            answers = [(END_OF_REPLAY, b"")] if log is None else log.answer(request)
+            for number, payload in answers:
+                self._router.send_multipart((client, b"", number, payload))
+        except ValueError:
+            self._router.send_multipart((client, b"", END_OF_REPLAY, b""))

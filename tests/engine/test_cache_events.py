@@ -1,0 +1,478 @@
+"""`--events`: a subscriber of vLLM's wire format knows exactly which blocks the engine holds,
+whatever is lost on the way, and likewise encoder outputs and processed items."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import zmq
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lookonce.cache.store import Store
+from lookonce.config import ENCODER_TOPIC, ITEM_TOPIC, EventsConfig, Options, resolve
+from lookonce.engine.process.cache_events import (
+    Change,
+    Cleared,
+    EventPublisher,
+    Held,
+    Removed,
+    StepEvents,
+    Stored,
+    TopicLog,
+    to_events,
+)
+from lookonce.errors import ConfigError
+from lookonce.types.sampling import SamplingParams
+from tests.support.cache_items import item
+from tests.support.core.builders import Limits, feature, key, request, text
+from tests.support.core.engine import Engine
+from tests.support.kv.tiers import DictTier, eventually
+from tests.support.kv.world import World
+
+BLOCK = 4
+END = (-1).to_bytes(8, "big", signed=True)
+
+# --- vLLM's message definitions ------------------------------------------------------------------
+# Fields, their order and their defaults as in vllm/distributed/kv_events.py; the newest releases
+# send events as maps, those before as arrays.
+
+Hash = bytes | int
+
+
+class ArrayEvent(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag=True):
+    pass
+
+
+class MapEvent(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
+    pass
+
+
+class Definitions:
+    """One form's decoder."""
+
+    def __init__(self, base: type[msgspec.Struct]) -> None:
+        options = {"array_like": base is ArrayEvent, "tag": True}
+        fields = [
+            ("block_hashes", list[Hash]),
+            ("parent_block_hash", Hash | None),
+            ("token_ids", list[int]),
+            ("block_size", int),
+            ("lora_id", int | None),
+            ("medium", str | None),
+        ]
+        newer = [("lora_name", str | None), ("extra_keys", list[tuple[Any, ...] | None] | None)]
+        if base is ArrayEvent:
+            newer = [(name, kind, None) for name, kind in newer]  # type: ignore[misc]
+        else:
+            newer[1] = (*newer[1], None)  # type: ignore[assignment]
+        define: Any = msgspec.defstruct
+        self.stored = define("BlockStored", [*fields, *newer], bases=(base,), **options)
+        removed = [("block_hashes", list[Hash]), ("medium", str | None)]
+        self.removed = define("BlockRemoved", removed, bases=(base,), **options)
+        self.cleared = define("AllBlocksCleared", [], bases=(base,), **options)
+        events: Any = list[self.stored | self.removed | self.cleared]
+        batch = [("ts", float), ("events", events), ("data_parallel_rank", int | None, None)]
+        self.batch = define("KVEventBatch", batch, array_like=True)
+        self.decoder = msgspec.msgpack.Decoder(self.batch)
+
+
+DEFINITIONS = {"array": Definitions(ArrayEvent), "map": Definitions(MapEvent)}
+OldBlockStored = msgspec.defstruct(
+    "BlockStored",
+    [
+        ("block_hashes", list[Hash]),
+        ("parent_block_hash", Hash | None),
+        ("token_ids", list[int]),
+        ("block_size", int),
+        ("lora_id", int | None),
+    ],
+    bases=(ArrayEvent,),
+    array_like=True,
+    tag=True,
+)
+"""Of the first releases, which knew no medium."""
+
+
+class Subscriber:
+    """Rebuilds the set of one topic. `ask` sends a request to the engine and returns its answers,
+    (number, payload) frames."""
+
+    def __init__(self, form: str, ask: Any, *, blocks: bool = True) -> None:
+        self.form, self.ask, self.blocks = form, ask, blocks
+        self.next = 0
+        self.held: dict[bytes, tuple[bytes | None, tuple[int, ...]]] = {}
+        self.replays = self.snapshots = 0
+
+    def receive(self, number: int, payload: bytes) -> None:
+        """One batch, as it came; what is missing before it is asked for."""
+        if number < self.next:
+            return
+        if number > self.next:
+            self.catch_up()
+        if number == self.next:
+            self.apply(payload)
+            self.next += 1
+
+    def catch_up(self) -> None:
+        self.replays += 1
+        batches = self.ask(self.next.to_bytes(8, "big"))
+        if batches and batches[0][0] > self.next:
+            self.snapshots += 1
+            for number, payload in self.ask(b"snapshot"):
+                self.apply(payload)
+                self.next = number + 1
+            batches = []
+        for number, payload in batches:
+            if number == self.next:
+                self.apply(payload)
+                self.next += 1
+
+    def apply(self, payload: bytes) -> None:
+        if self.blocks:
+            self.apply_blocks(payload)
+        else:
+            self.apply_keys(payload)
+
+    def apply_blocks(self, payload: bytes) -> None:
+        known = DEFINITIONS[self.form]
+        for event in known.decoder.decode(payload).events:
+            if isinstance(event, known.cleared):
+                self.held.clear()
+            elif isinstance(event, known.removed):
+                for each in event.block_hashes:
+                    del self.held[each]
+            else:
+                assert len(event.token_ids) == event.block_size * len(event.block_hashes)
+                assert event.medium == "GPU"
+                parent = event.parent_block_hash
+                for index, each in enumerate(event.block_hashes):
+                    tokens = event.token_ids[index * BLOCK : (index + 1) * BLOCK]
+                    assert each not in self.held
+                    self.held[each] = (parent, tuple(tokens))
+                    parent = each
+
+    def apply_keys(self, payload: bytes) -> None:
+        _, events = msgspec.msgpack.decode(payload)
+        for event in events:
+            kind, *keys = event if self.form == "array" else event.values()
+            if kind == "AllKeysCleared":
+                self.held.clear()
+            elif kind == "KeysHeld":
+                self.held |= dict.fromkeys(keys[0], (None, ()))
+            else:
+                assert kind == "KeysRemoved"
+                for each in keys[0]:
+                    del self.held[each]
+
+
+class Published:
+    """A scheduler whose events go into logs, as `EventPublisher` does it, and over a network that
+    loses batches."""
+
+    def __init__(self, engine: Engine, form: str, max_batches: int) -> None:
+        self.engine = engine
+        self.logs = {
+            "kv": TopicLog("kv", form, BLOCK, max_batches=max_batches),
+            ENCODER_TOPIC: TopicLog(ENCODER_TOPIC, form, max_batches=max_batches),
+        }
+        self.subscribers = {
+            topic: Subscriber(form, self.asker(topic), blocks=topic == "kv") for topic in self.logs
+        }
+        self.loses = False
+        self.events = StepEvents(self.publish, "kv", engine.scheduler.take_output_changes)
+        engine.scheduler.watch(self.events)
+
+    def asker(self, topic: str) -> Any:
+        def ask(wanted: bytes) -> list[tuple[int, bytes]]:
+            *answers, end = self.logs[topic].answer(wanted)
+            assert end == (END, b"")
+            return [(int.from_bytes(number, "big"), payload) for number, payload in answers]
+
+        return ask
+
+    def publish(self, topic: str, changes: list[Change]) -> None:
+        name, number, payload = self.logs[topic].append(changes)
+        assert name == topic.encode()
+        if not self.loses:
+            self.subscribers[topic].receive(int.from_bytes(number, "big"), payload)
+
+    def step(self) -> None:
+        self.engine.step()
+        self.events.flush()
+
+    def run(self) -> None:
+        while self.engine.scheduler.has_work:
+            self.step()
+        self.events.flush()
+
+    def check(self) -> None:
+        """After whatever was lost: exactly what is held, and of each block what it holds."""
+        for subscriber in self.subscribers.values():
+            subscriber.catch_up()
+        state = self.engine.scheduler._state
+        blocks = self.subscribers["kv"].held
+        assert blocks.keys() == set(state.block_pool._by_hash)
+        outputs = self.subscribers[ENCODER_TOPIC].held
+        assert outputs.keys() == set(state.encoder_cache._entries)
+        assert outputs.keys() == self.engine.runner.outputs.keys()
+
+
+SHORT = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+OPERATION = st.one_of(
+    st.tuples(
+        st.just("ask"), st.integers(0, 3), st.integers(5, 30), st.sampled_from(["", "a", "b"])
+    ),
+    st.tuples(st.just("run")),
+    st.tuples(st.just("abort"), st.integers(0, 20)),
+    st.tuples(st.just("reset"), st.sampled_from(["prefix", "encoder"])),
+    st.tuples(st.just("lose"), st.booleans()),
+)
+
+
+@given(
+    operations=st.lists(OPERATION, min_size=5, max_size=30),
+    form=st.sampled_from(["array", "map"]),
+    max_batches=st.sampled_from([2, 1000]),
+)
+@settings(max_examples=60, deadline=None)
+def test_a_subscriber_rebuilds_what_is_held_after_any_loss(
+    operations: Sequence[tuple[Any, ...]], form: str, max_batches: int
+) -> None:
+    limits = Limits(num_blocks=12, encoder_rows=8, max_num_seqs=3, max_encoder_tokens=8)
+    published = Published(Engine(limits), form, max_batches)
+    engine = published.engine
+    for number, operation in enumerate(operations):
+        match operation:
+            case ("ask", seed, length, picture):
+                features = [feature(picture, 0, 5)] if picture else []
+                tokens = text(length, seed=seed)
+                engine.add(request(str(number), tokens, features, sampling=SHORT))
+                published.step()
+            case ("run",):
+                published.run()
+            case ("abort", which):
+                engine.scheduler.abort(str(which))
+            case ("reset", "prefix"):
+                engine.scheduler.reset_prefix_cache()
+            case ("reset", _):
+                engine.scheduler.reset_encoder_cache()
+            case ("lose", loses):
+                published.loses = loses
+        published.events.flush()
+    published.run()
+    published.check()
+
+
+def test_blocks_say_their_tokens_parents_and_pictures() -> None:
+    published = Published(Engine(Limits()), "array", 1000)
+    tokens = text(20, seed=1)
+    published.engine.add(request("a", tokens, [feature("p", 5, 3)], sampling=SHORT))
+    published.run()
+    sequence_tokens = request("b", tokens, [feature("p", 5, 3)]).prompt.data
+    expected = np.frombuffer(sequence_tokens, "<i4").tolist() + published.engine.tokens["a", 0]
+    held = published.subscribers["kv"].held
+    by_parent = {parent: (each, tokens) for each, (parent, tokens) in held.items()}
+    chain, parent = [], None
+    while parent in by_parent:
+        parent, tokens_there = by_parent[parent]
+        chain += tokens_there
+    assert chain == expected[: len(chain)]
+    assert len(chain) == len(held) * BLOCK == 24
+    _, payload = published.logs["kv"].replay(1)[0]
+    (event,) = DEFINITIONS["array"].decoder.decode(payload).events
+    assert event.extra_keys == [None, (key("p").hex(),), None, None, None]
+
+
+def test_blocks_loaded_from_a_tier_are_told_like_computed_ones() -> None:
+    tier = DictTier()
+    with World(tier) as world:
+        world.serve(request("warm", text(30)))
+        world.forget_device()
+        published = Published(world, "array", 1000)
+        step = world.step
+
+        def stepped() -> Any:
+            plan = step()
+            published.events.flush()
+            return plan
+
+        world.step = stepped  # type: ignore[method-assign]
+        world.serve(request("again", text(30)))
+        assert world.reuse_stats["again"].external_cached_tokens == 28
+        published.check()
+        parents = [parent for parent, _ in published.subscribers["kv"].held.values()]
+        assert parents.count(None) == 1
+
+
+def test_processed_items_are_told() -> None:
+    told: list[tuple[bytes, bool]] = []
+    store = Store()
+    store.on_change = lambda key, held: told.append((key, held))
+    store.open_share("one")
+    store.open_share("two")
+    store.add("one", b"a", item())
+    store.add("two", b"a", item())
+    store.open_request("r")
+    store.hold_loose("r", b"b", item())
+    store.drop("one", b"a")
+    assert told == [(b"a", True), (b"b", True)]
+    store.release("r")
+    store.close_share("two")
+    assert told[2:] == [(b"b", False), (b"a", False)]
+
+
+def test_what_follows_becomes_one_event() -> None:
+    tokens = np.arange(4, dtype=np.int32).tobytes()
+    changes: list[Change] = [
+        Stored(b"1", None, tokens, ()),
+        Stored(b"2", b"1", tokens, ()),
+        Stored(b"3", b"1", tokens, (b"k",)),
+        Removed(b"1"),
+        Removed(b"2"),
+        Cleared(),
+    ]
+    first, other, removed, cleared = to_events(changes, 4)
+    assert (first["block_hashes"], first["token_ids"]) == ([b"1", b"2"], [0, 1, 2, 3, 0, 1, 2, 3])
+    assert (other["parent_block_hash"], other["extra_keys"]) == (b"1", [("6b",)])
+    assert removed["block_hashes"] == [b"1", b"2"]
+    assert cleared == {"type": "AllBlocksCleared"}
+    keys = to_events([Held(b"1"), Held(b"2"), Removed(b"1")], 0)
+    assert [event["type"] for event in keys] == ["KeysHeld", "KeysRemoved"]
+
+
+def test_the_first_releases_of_vllm_read_a_stored_block_too() -> None:
+    log = TopicLog("kv", "array", 4)
+    log.append([Stored(b"1", None, np.arange(4, dtype=np.int32).tobytes(), (b"k",))])
+    ((_, payload),) = log.replay(1)
+    _, (event,) = msgspec.msgpack.decode(payload)
+    old = msgspec.msgpack.decode(msgspec.msgpack.encode(event), type=OldBlockStored)
+    assert (old.block_hashes, old.token_ids) == ([b"1"], [0, 1, 2, 3])  # type: ignore[attr-defined]
+
+
+def test_replay_forgets_by_number_and_by_bytes_and_a_snapshot_is_cut() -> None:
+    log = TopicLog("kv", "array", 4, max_bytes=400)
+    for number in range(2500):
+        log.append([Held(number.to_bytes(32, "big"))])
+    kept = log.replay(0)
+    assert 1 < len(kept) < 10
+    assert [number for number, _ in kept] == list(range(2501 - len(kept), 2501))
+    batches = list(log.snapshot())
+    assert [number for number, _ in batches] == [2500] * 3
+    with pytest.raises(ValueError, match="8 bytes"):
+        list(log.answer(b"x"))
+
+
+# --- sockets -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="lookonce-events-") as name:  # short: socket paths
+        yield Path(name)
+
+
+def test_a_subscriber_over_zmq(folder: Path) -> None:
+    config = EventsConfig(f"ipc://{folder}/pub", f"ipc://{folder}/replay")
+    publisher = EventPublisher(config)
+    with (
+        zmq.Context() as context,
+        context.socket(zmq.SUB) as sub,
+        context.socket(zmq.DEALER) as asks,
+    ):
+        sub.connect(config.address)
+        sub.setsockopt(zmq.SUBSCRIBE, ITEM_TOPIC.encode())
+        asks.connect(config.replay_address)
+
+        def ask(wanted: bytes, *topic: bytes) -> list[tuple[int, bytes]]:
+            asks.send_multipart([b"", wanted, *topic])
+            found = []
+            while True:
+                assert asks.poll(20_000)
+                _, number, payload = asks.recv_multipart()
+                if not payload:
+                    assert number == END
+                    return found
+                found.append((int.from_bytes(number, "big"), payload))
+
+        subscriber = Subscriber(
+            "array", lambda wanted: ask(wanted, ITEM_TOPIC.encode()), blocks=False
+        )
+        chance, held, count = random.Random(1), set(), 0
+
+        def change() -> None:
+            nonlocal count
+            gone = chance.choice(sorted(held)) if held and chance.random() < 0.4 else None
+            count += 1
+            if gone is None:
+                held.add(each := count.to_bytes(32, "big"))
+                publisher.item_changed(each, True)
+            else:
+                held.discard(gone)
+                publisher.item_changed(gone, False)
+
+        def connected() -> bool:  # what is sent before is lost
+            change()
+            return bool(sub.poll(10))
+
+        eventually(connected, 20.0)
+        for _ in range(200):
+            change()
+        marker = b"m" * 32
+        held.add(marker)
+        publisher.item_changed(marker, True)
+        while marker not in subscriber.held:
+            assert sub.poll(20_000)
+            topic, number, payload = sub.recv_multipart()
+            assert topic == ITEM_TOPIC.encode()
+            if chance.random() < 0.7 or marker in payload:
+                subscriber.receive(int.from_bytes(number, "big"), payload)
+        assert subscriber.held.keys() == held
+        late = Subscriber("array", None, blocks=False)
+        for _, payload in ask(b"snapshot", ITEM_TOPIC.encode()):
+            late.apply(payload)
+        assert late.held.keys() == held
+        assert ask(b"nonsense of another size") == []
+        assert ask(bytes(8), b"no such topic") == []
+        assert ask(bytes(8)) == [], "there is no model yet"
+        publisher.open_step_events(4, lambda: ([], []))
+        assert [number for number, _ in ask(bytes(8))] == [0]
+    publisher.close()
+
+
+def test_an_address_that_cannot_be_bound_is_an_error_of_one_line(folder: Path) -> None:
+    config = EventsConfig(f"ipc://{folder}/pub", f"ipc://{folder}/none/replay")
+    with pytest.raises(ConfigError, match="--events: "):
+        EventPublisher(config)
+
+
+def test_the_option() -> None:
+    def parsed(text: str) -> EventsConfig | None:
+        return resolve(Options(events=text)).events
+
+    assert resolve(Options()).events is None
+    assert parsed("tcp://*:5557") == EventsConfig("tcp://*:5557", "tcp://*:5558")
+    assert parsed("ipc:///tmp/x?topic=kv@a&form=map&only=kv&replay=tcp://h:1") == EventsConfig(
+        "ipc:///tmp/x", "tcp://h:1", "kv@a", "map", blocks_only=True
+    )
+    assert parsed("ipc:///tmp/x?topic=") == EventsConfig("ipc:///tmp/x", "ipc:///tmp/x.replay", "")
+    for wrong in (
+        "5557",
+        "tcp://x",
+        "tcp://x:y",
+        "http://x:1",
+        "tcp://x:1?a=b",
+        "tcp://x:1?only=x",
+    ):
+        with pytest.raises(ConfigError, match="--events: "):
+            parsed(wrong)
+    for wrong in ("tcp://x:1?form=xml", f"tcp://x:1?topic={ITEM_TOPIC}"):
+        with pytest.raises(ConfigError, match="--events"):
+            parsed(wrong)
