@@ -5,6 +5,7 @@ import { SLOTS, Spark } from "./spark.js";
 import { Change, Look } from "./stats.js";
 
 const LEAST_SECONDS = 0.9;
+const SINCE_START = "since start"; // what a tile's figure covers, unless it says another window
 
 /** A tier that is asked for `unit`s and either has them or not. */
 function reuse({ id, title, queries, hits, labels, unit, held }) {
@@ -56,7 +57,7 @@ const LOOKED_AT = {
 };
 
 const REQUESTS = {
-  id: "requests", title: "Requests",
+  id: "requests", title: "Requests", window: "now",
   point: (change) => ({ plain: change.of("request_success_total") }),
   figure: (look) => [count(look.sum("num_requests_running")), "running"],
   facts: (look) => [
@@ -65,7 +66,7 @@ const REQUESTS = {
 };
 
 const TOKENS = {
-  id: "tokens", title: "Tokens generated",
+  id: "tokens", title: "Tokens generated", window: "last second",
   point: (change) => ({ plain: change.perSecond("generation_tokens_total") }),
   figure: (look, points) => [count(Math.round(points.at(-1)?.plain ?? 0)), "per second"],
   facts: (look, points) => [
@@ -77,7 +78,7 @@ const TOKENS = {
 /** A histogram of seconds: its newest mean, and its mean since the server's start. */
 function duration({ id, title, name }) {
   return {
-    id, title,
+    id, title, window: "newest second",
     point: (change) => ({ plain: change.mean(name) }),
     figure: (look, points) => {
       const newest = points.findLast(({ plain }) => plain !== null);
@@ -118,7 +119,7 @@ class Tile {
     this.facts = [element("span"), element("span")];
     this.node = element(
       "article", { class: "tile", id: `tile-${spec.id}` },
-      element("h3", {}, spec.title),
+      element("header", { class: "tile-head" }, element("h3", {}, spec.title), element("span", { class: "window" }, spec.window ?? SINCE_START)),
       element("p", { class: "figure" }, this.value, " ", this.unit),
       this.chart.node,
       element("p", { class: "facts" }, ...this.facts),
