@@ -74,9 +74,9 @@ test-lmcache: $(LMCACHE_VENV)/.installed
 test-models: $(STAMP)
 	@ALL_MODELS=1 $(BIN)/python -m pytest --numprocesses 2 --timeout 3600 tests/model/test_general_text.py tests/model/test_general_media.py
 
-# The web page in a real browser. Skipped by name where Chromium cannot be installed.
+# The web page in a real browser, and axe-core over it. Skipped by name where Chromium cannot be installed.
 test-page: $(STAMP)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check "playwright>=1.50,<2"
+	@$(PIP) "playwright>=1.50,<2" "axe-playwright-python>=0.1.8,<0.2"
 	@command -v chromium >/dev/null || apt-get install --yes --quiet chromium || true
 	@$(BIN)/python -m pytest tests/page -rs
 

@@ -55,6 +55,13 @@ export async function state() {
   return (await (await fetch("ready")).json()).status;
 }
 
+/** What reuse saved today: `{day, saved}`. */
+export async function savings(key) {
+  const response = await fetch("savings", { headers: headers(key) });
+  if (!response.ok) throw await refused(response);
+  return response.json();
+}
+
 export async function metrics() {
   const response = await fetch("metrics");
   if (!response.ok) throw await refused(response);

@@ -36,7 +36,10 @@ const tray = new Tray(byId("chips"), { onChange: updateSend, modalities });
 const capture = new Capture({ onFile: (file) => add([file]), takesFilms: () => modalities()?.includes("video") ?? true });
 const history = new History(store, { onOpen: openKept, onGone: (id) => id === conversation.id && newChat() });
 new Captions(() => settings.key);
-const watch = new Watch(new Tiles(byId("tiles")), { onReady: findModels });
+const watch = new Watch(new Tiles(byId("tiles")), {
+  onReady: findModels,
+  savings: async () => (models.length ? api.savings(settings.key) : null), // models: the key is one that the server takes
+});
 
 async function findModels() {
   try {
@@ -126,7 +129,8 @@ async function run(turn, work, { again = false } = {}) {
     answer.end();
     if (asking === controller) setAsking(null);
     await keep(talk);
-    watch.look();
+    await watch.look();
+    await watch.lookAtSavings();
   }
 }
 

@@ -109,6 +109,31 @@ function kvTier(tier) {
   });
 }
 
+/** What reuse saved on this day of UTC. */
+class SavedTile {
+  constructor() {
+    this.value = element("span", { class: "value" });
+    this.unit = element("span", { class: "unit" });
+    this.facts = [element("span"), element("span"), element("span")];
+    this.node = element(
+      "article", { class: "tile saved", id: "tile-saved" },
+      element("header", { class: "tile-head" }, element("h3", {}, "Saved"), element("span", { class: "window" }, "today, UTC")),
+      element("p", { class: "figure" }, this.value, " ", this.unit),
+      element("p", { class: "facts" }, ...this.facts),
+    );
+  }
+
+  show(saved) {
+    const seconds = saved.media_seconds + saved.encoder_seconds + saved.prefill_seconds;
+    const [value, unit] = milliseconds(seconds * 1000).split(" ");
+    this.value.textContent = value;
+    this.unit.textContent = `${unit} of work, at least`;
+    this.facts[0].textContent = `${count(saved.cached_tokens)} of ${plural(saved.prompt_tokens, "prompt token")}: ${milliseconds(saved.prefill_seconds * 1000)}`;
+    this.facts[1].textContent = `${count(saved.media_reused)} of ${plural(saved.media, "part")} not processed: ${milliseconds(saved.media_seconds * 1000)}`;
+    this.facts[2].textContent = `${count(saved.encodings_reused)} of ${plural(saved.media, "part")} not encoded: ${milliseconds(saved.encoder_seconds * 1000)}`;
+  }
+}
+
 class Tile {
   constructor(spec) {
     this.spec = spec;
@@ -141,6 +166,7 @@ export class Tiles {
     this.parent = parent;
     this.tiles = new Map();
     this.last = null;
+    this.saved = null;
     for (const spec of [MEDIA, ENCODER, PREFIX, LOOKED_AT, REQUESTS, TOKENS, FIRST_TOKEN, TOKEN_GAP]) this.add(spec);
   }
 
@@ -148,6 +174,12 @@ export class Tiles {
     const tile = new Tile(spec);
     this.tiles.set(spec.id, tile);
     this.parent.insertBefore(tile.node, before);
+  }
+
+  /** `saved`: as `/savings` has it. */
+  showSaved(saved) {
+    if (!this.saved) this.parent.prepend((this.saved = new SavedTile()).node);
+    this.saved.show(saved);
   }
 
   /** Draws one more look at the server; `seconds` is when it was taken. */

@@ -5,15 +5,19 @@ import { byId } from "./dom.js";
 import { parse } from "./stats.js";
 
 const EVERY = 1000; // milliseconds
+const SAVINGS_EVERY = 5; // looks
 const STATES = {
   ready: "ready", starting: "loading the model", draining: "shutting down", stuck: "engine does not answer",
   dead: "engine is down", gone: "not reachable",
 };
 
 export class Watch {
-  constructor(tiles, { onReady }) {
+  /** `savings()` answers what was saved today, or null where the server does not tell. */
+  constructor(tiles, { onReady, savings }) {
     this.tiles = tiles;
     this.onReady = onReady;
+    this.savings = savings;
+    this.looks = 0;
     this.timer = null;
     this.state = null;
     document.addEventListener("visibilitychange", () => this.look());
@@ -28,6 +32,7 @@ export class Watch {
     try {
       const [state, text] = await Promise.all([api.state(), api.metrics()]);
       if (ticket !== this.ticket) return;
+      if (this.looks++ % SAVINGS_EVERY === 0) await this.lookAtSavings();
       this.#show(state);
       this.tiles.show(parse(text), performance.now() / 1000);
     } catch {
@@ -35,6 +40,12 @@ export class Watch {
       this.#show("gone");
     }
     this.timer = setTimeout(() => this.look(), EVERY);
+  }
+
+  /** Looks now at what was saved. */
+  async lookAtSavings() {
+    const told = await this.savings().catch(() => null);
+    if (told) this.tiles.showSaved(told.saved);
   }
 
   #show(state) {

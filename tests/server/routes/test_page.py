@@ -12,7 +12,9 @@ import pytest
 from lookonce.server.routes.page import FOLDER, PageFiles
 
 KEYS = {"api_key": ("secret",)}
-NAMED = re.compile(r"(?:(?:href|src)=|addModule\()\"page/([^\"]+)\"|(?:from |import\()\"\./([^\"]+)\"")
+NAMED = re.compile(
+    r"(?:(?:href|src)=|addModule\()\"page/([^\"]+)\"|(?:from |import\()\"\./([^\"]+)\""
+)
 LIBRARY = re.compile(r"^(\S+): .*?\nSHA-256 (\w+)$", re.MULTILINE)
 
 
