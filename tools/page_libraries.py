@@ -1,9 +1,10 @@
-"""Brings the libraries of the web page from npm into `lookonce/server/static`, and lists them there.
+"""Brings the libraries of the web page from npm into `lookonce/server/static`, and lists them.
 
     python tools/page_libraries.py          # needs npm; `git diff` then says what changed
 
-A library is one file of its package as published, at most with a line added or removed that is named
-here. `libraries.txt` has version, licence and SHA-256 of each; a test compares the files with it.
+A library is one file of its package as published, at most with a line added or removed that is
+named here. `libraries.txt` has version, licence and SHA-256 of each; a test compares the files
+with it.
 """
 
 import hashlib
