@@ -85,10 +85,21 @@ test-openapi: $(STAMP)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev,dev-openapi]"
 	@$(BIN)/python -m pytest tests/clients/test_schemathesis.py -rs
 
-# LiteLLM, LangChain's OpenAI client, OpenAI's Agents SDK and Anthropic's client, unmodified.
-test-clients: $(STAMP)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev,dev-clients]"
-	@$(BIN)/python -m pytest tests/clients/test_other_clients.py tests/clients/test_realtime_agents.py tests/clients/test_anthropic.py -rs
+# Clients of other makers, unmodified, of pinned versions. They get an environment of their own, which sees this
+# one's packages; those for Node.js are skipped by name where it is absent.
+CLIENTS_VENV := .venv-clients
+CLIENTS := tests/clients
+
+$(CLIENTS_VENV)/.installed: $(STAMP) $(CLIENTS)/requirements.txt $(CLIENTS)/node/package.json
+	@test -x $(CLIENTS_VENV)/bin/python || $(BIN)/python -m venv $(CLIENTS_VENV)
+	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$($(CLIENTS_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/lookonce.pth
+	@$(CLIENTS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r $(CLIENTS)/requirements.txt
+	@if command -v npm >/dev/null; then cd $(CLIENTS)/node && npm install --silent --no-audit --no-fund --no-package-lock; fi
+	@touch $@
+
+test-clients: $(CLIENTS_VENV)/.installed
+	@PYTHONPATH=. $(CLIENTS_VENV)/bin/python -m pytest $(CLIENTS) tests/end_to_end/test_openai_client.py tests/end_to_end/test_responses.py --ignore $(CLIENTS)/test_schemathesis.py -rs --junitxml $(CLIENTS_VENV)/results.xml
+	@$(CLIENTS_VENV)/bin/python tools/clients_table.py $(CLIENTS_VENV)/results.xml > docs/clients.md
 
 # whisper-tiny.en, made by tools/whisper_tiny.py, hears espeak-ng's speech as it does in transformers. Skipped by
 # name where the speech or the package cannot be installed.
@@ -142,4 +153,4 @@ format: $(STAMP)
 	@$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(LMCACHE_VENV) $(FUZZ_VENV) build dist *.egg-info
+	rm -rf $(VENV) $(LMCACHE_VENV) $(FUZZ_VENV) $(CLIENTS_VENV) $(CLIENTS)/node/node_modules build dist *.egg-info
