@@ -77,7 +77,7 @@ def sent(page) -> list[dict]:
 def ask_and_wait(page, text: str, answered: int = 1) -> None:
     ask(page, text)
     expect(page.locator(".receipt")).to_have_count(answered)
-    expect(page.get_by_role("button", name="Send")).to_be_visible()
+    expect(page.get_by_role("button", name="Send", exact=True)).to_be_visible()
 
 
 def show_history(page) -> None:
@@ -176,7 +176,7 @@ def test_an_answer_is_stopped_by_the_button(reciting, open_sized):
     expect(answers(page).locator(".said")).to_have_text("a red")
     page.get_by_role("button", name="Stop").click()
     expect(answers(page)).to_contain_text("Stopped.")
-    expect(page.get_by_role("button", name="Send")).to_be_disabled()
+    expect(page.get_by_role("button", name="Send", exact=True)).to_be_disabled()
 
 
 def test_tools_are_called_and_their_results_sent(reciting, open_sized):
@@ -185,11 +185,11 @@ def test_tools_are_called_and_their_results_sent(reciting, open_sized):
     page = open_sized(server.url)
     bodies = sent(page)
     open_settings(page, "Form and tools")
-    page.get_by_label("Tools").fill("{")
+    page.locator("#tools").fill("{")
     close_settings(page)
     expect(page.get_by_role("alert")).to_contain_text("list of tools is not JSON")
-    expect(page.get_by_label("Tools")).to_be_focused()
-    page.get_by_label("Tools").fill(json.dumps([WEATHER]))
+    expect(page.locator("#tools")).to_be_focused()
+    page.locator("#tools").fill(json.dumps([WEATHER]))
     close_settings(page)
     ask_and_wait(page, "Weather?")
     calls = page.get_by_role("region", name="Calls of tools")
@@ -234,7 +234,7 @@ def test_what_is_set_is_sent_and_stays_set(reciting, open_sized):
         page.get_by_label(name).fill(value)
     page.locator("#settings summary", has_text="Form and tools").click()
     page.get_by_label("Form of answers").select_option("JSON by a schema")
-    page.get_by_label("Schema").fill('{"type": "object"}')
+    page.locator("#schema").fill('{"type": "object"}')
     page.get_by_label("Processor options").fill('{"max_pixels": 1000}')
     close_settings(page)
     page.reload()

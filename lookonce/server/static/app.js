@@ -34,7 +34,7 @@ const transcript = new Transcript(byId("transcript"), byId("welcome"), {
 });
 const tray = new Tray(byId("chips"), { onChange: updateSend, modalities });
 const capture = new Capture({ onFile: (file) => add([file]), takesFilms: () => modalities()?.includes("video") ?? true });
-const history = new History(store, { onOpen: openKept, onGone: (id) => id === conversation.id && newChat() });
+const history = new History(store, { onOpen: openKept, onGone: (id) => id === conversation.id && leave() });
 new Captions(() => settings.key);
 const watch = new Watch(new Tiles(byId("tiles")), {
   onReady: findModels,
@@ -110,6 +110,7 @@ async function retry(turn) {
 
 /** Goes on after the results of a turn's calls were typed. */
 async function answerResults(turn) {
+  if (asking) return;
   const talk = conversation;
   await run(turn, (request) => talk.answer(turn, request), { again: true });
 }
@@ -148,6 +149,7 @@ function failed(turn, answer, error, again) {
   if (!answer.node.isConnected) return; // another conversation is shown
   const stopped = error.name === "AbortError";
   const unanswered = !again && !turn.answers.length && !question.value && !tray.items.length;
+  turn.unanswered = !again && !turn.answers.length;
   if (unanswered) {
     setQuestion(turn.question);
     tray.put(turn.attachments);
@@ -174,7 +176,7 @@ function refusedPart(turn, { param }) {
 }
 
 async function keep(talk) {
-  if (!settings.keeps || !talk.turns.length) return;
+  if (!settings.keeps || talk.gone || !talk.turns.length) return;
   const record = talk.record();
   const held = await store.get(talk.id);
   if (held?.named) Object.assign(record, { title: held.title, named: true });
@@ -235,9 +237,16 @@ async function reopen() {
   if (record && !conversation.turns.length) openKept(record);
 }
 
-async function forgetAll() {
-  await store.clear();
+/** Shows a new chat instead of one that was deleted, and is not kept again. */
+function leave() {
+  conversation.gone = true;
   newChat();
+}
+
+async function forgetAll() {
+  leave();
+  await store.clear();
+  await history.refresh();
 }
 
 function showSources(shown) {

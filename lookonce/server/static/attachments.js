@@ -128,7 +128,6 @@ export class Tray {
     const index = this.items.indexOf(item);
     this.items.splice(index, 1);
     this.refused = this.refused.filter((refusal) => refusal.item !== item);
-    item.forget();
     this.#show();
     const next = this.list.children[Math.min(index, this.items.length - 1)];
     next?.querySelector("button").focus();

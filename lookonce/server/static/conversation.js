@@ -45,7 +45,7 @@ export class Conversation {
 
   /** Takes away a turn and all after it; answers them. */
   cutFrom(turn) {
-    return this.turns.splice(this.turns.indexOf(turn));
+    return this.turns.splice(this.turns.indexOf(turn), this.turns.length);
   }
 
   /**

@@ -13,7 +13,7 @@ const ENTITY = /&(?:#\d+|#x[\da-f]+|\w+);/i;
 const reader = new Marked({
   gfm: true, breaks: true,
   extensions: [
-    { name: "maths", level: "block", start: (text) => at(text, /\$\$|\\\[/), tokenizer: (text) => maths(BLOCK_MATHS.exec(text), true) },
+    { name: "maths", level: "block", start: (text) => at(text, /\n(?:\$\$|\\\[)/), tokenizer: (text) => maths(BLOCK_MATHS.exec(text), true) },
     { name: "formula", level: "inline", start: (text) => at(text, /\$|\\\(/), tokenizer: (text) => formula(INLINE_MATHS.exec(text)) },
   ],
 });

@@ -51,7 +51,7 @@ export class Transcript {
   /** The place of a turn's next answer. */
   answer(turn) {
     for (const old of this.node.querySelectorAll(".receipt[open]")) old.open = false;
-    for (const old of this.node.querySelectorAll(".retry")) old.remove();
+    for (const old of this.node.querySelectorAll(".retry, .calls > .strong")) old.remove(); // of the last answer alone
     const answer = new Answer(this, turn);
     this.node.append(answer.node);
     this.toEnd();
@@ -157,6 +157,10 @@ export class Answer {
     this.node.classList.remove("busy");
     this.node.removeAttribute("aria-busy");
     if (!this.words.childNodes.length) this.words.remove();
+    if (this.turn.unanswered) {
+      this.turn.node.querySelector(".actions").remove(); // the question is where it was typed
+      return;
+    }
     const copy = iconButton("copy", "Copy answer", () => copyText(copy, this.said));
     const retry = iconButton("retry", "Try again", () => this.transcript.does.onRetry(this.turn));
     retry.classList.add("retry");

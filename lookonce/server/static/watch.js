@@ -32,9 +32,9 @@ export class Watch {
     try {
       const [state, text] = await Promise.all([api.state(), api.metrics()]);
       if (ticket !== this.ticket) return;
-      if (this.looks++ % SAVINGS_EVERY === 0) await this.lookAtSavings();
       this.#show(state);
       this.tiles.show(parse(text), performance.now() / 1000);
+      if (this.looks++ % SAVINGS_EVERY === 0) this.lookAtSavings();
     } catch {
       if (ticket !== this.ticket) return;
       this.#show("gone");
