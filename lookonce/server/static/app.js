@@ -128,8 +128,8 @@ async function run(turn, work, { again = false } = {}) {
     failed(turn, answer, error, again);
   } finally {
     answer.end();
-    if (asking === controller) setAsking(null);
     await keep(talk);
+    if (asking === controller) setAsking(null);
     await watch.look();
     await watch.lookAtSavings();
   }

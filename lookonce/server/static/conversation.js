@@ -45,7 +45,8 @@ export class Conversation {
 
   /** Takes away a turn and all after it; answers them. */
   cutFrom(turn) {
-    return this.turns.splice(this.turns.indexOf(turn), this.turns.length);
+    const index = this.turns.indexOf(turn);
+    return index < 0 ? [] : this.turns.splice(index);
   }
 
   /**
