@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+SERVES := $(VENV)/.serves
 STAMP := $(VENV)/.installed
 
 .PHONY: setup serve wheel test test-models test-lmcache test-page test-openapi test-clients test-whisper test-alerts test-otel check structure format attack fuzz soak clean
@@ -9,39 +10,47 @@ STAMP := $(VENV)/.installed
 # Tests run side by side, so numeric libraries get one thread each in them; a server uses all cores.
 check test test-lmcache test-page test-openapi test-clients test-whisper test-alerts test-otel attack fuzz soak: export OMP_NUM_THREADS ?= 1
 
-setup: $(STAMP)
+setup: $(SERVES)
 
 COMPILED := $(wildcard lookonce/*/*.c lookonce/model/*/*.cpp lookonce/model/*/*.h)
 
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 FAILED = { echo "make setup: pip failed, see above. Run it again: what was downloaded is kept. Behind a proxy set HTTPS_PROXY; for an index of your own, PIP_INDEX_URL." >&2; exit 1; }
-NEEDS := import tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; print(*p["dependencies"], *p["optional-dependencies"]["dev"], sep="\n")
+NEEDS = import tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; x = p["optional-dependencies"]; print($(1), sep="\n")
+TO_SERVE := *p["dependencies"], *x["film"], *x["documents"]
 
 # What it does and how far it is; a Python that cannot do it is refused before anything is fetched. The kernels
-# are compiled while pip works. pip compiles no bytecode: of 14,000 modules a server imports a third, and the
+# are compiled while pip works. pip compiles no bytecode: of 10,000 modules a server imports a third, and the
 # last step has those compiled.
-$(STAMP): pyproject.toml setup.py $(COMPILED)
+$(SERVES): pyproject.toml setup.py $(COMPILED)
 	@test -x $(BIN)/python || $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
 	  echo "make setup: $(PYTHON) is not Python 3.11 or newer. Install one, then: make setup PYTHON=python3.11" >&2; exit 1; }
 	@test -x $(BIN)/python || { echo "[1/4] creating $(VENV)"; $(PYTHON) -m venv $(VENV); } || { rm -rf $(VENV); \
 	  echo "make setup: $(PYTHON) cannot create an environment. Install its venv module (Debian: apt install python3-venv)" >&2; exit 1; }
 	@command -v c++ >/dev/null || echo "No C++ compiler: kernels will not be compiled, and torch is slower (Debian: apt install g++, then make setup again)"
 	@$(PIP) "setuptools>=77" || $(FAILED)
-	@$(BIN)/python -c '$(NEEDS)' > $(VENV)/needs.txt
-	@$(BIN)/python setup.py --quiet build_ext --inplace > $(VENV)/kernels.log 2>&1 & kernels=$$!; \
-	  trap 'kill $$kernels 2>/dev/null' EXIT INT TERM; \
+	@$(BIN)/python -c '$(call NEEDS,$(TO_SERVE))' > $(VENV)/needs.txt
+	@nice $(BIN)/python setup.py --quiet build_ext --inplace > $(VENV)/kernels.log 2>&1 & kernels=$$!; \
+	  trap 'kill $$kernels 2>/dev/null' EXIT; trap 'exit 1' INT TERM; \
 	  echo "[2/4] installing PyTorch: half a minute, more where it is downloaded. CPU kernels are compiled meanwhile"; \
 	  $(PIP) --no-compile "torch==2.13.0" || $(FAILED); \
-	  echo "[3/4] installing the other libraries, and what the tests need"; \
+	  echo "[3/4] installing the other libraries"; \
 	  $(PIP) --no-compile -r $(VENV)/needs.txt || $(FAILED); \
+	  LOOKONCE_COMPILE=0 $(PIP) --no-build-isolation --no-deps -e . || $(FAILED); \
+	  echo "[4/4] waiting for the kernels"; \
 	  wait $$kernels || { cat $(VENV)/kernels.log >&2; exit 1; }
-	@echo "[4/4] installing LookOnce"
-	@$(PIP) --no-build-isolation --no-deps -e . || $(FAILED)
 	@$(BIN)/python -c 'import lookonce.engine.process.build, lookonce.server.process'
-	@touch $(STAMP)
+	@touch $(SERVES)
 	@echo "Ready: make serve, or $(BIN)/lookonce --help"
 
-serve: $(STAMP)
+# What checks and tests need beside.
+$(STAMP): $(SERVES)
+	@echo "installing what checks and tests need"
+	@$(BIN)/python -c '$(call NEEDS,*x["dev"])' > $(VENV)/needs.txt
+	@$(PIP) --no-compile -r $(VENV)/needs.txt || $(FAILED)
+	@touch $(STAMP)
+
+serve: $(SERVES)
 	@$(BIN)/lookonce serve
 
 check: $(STAMP)
