@@ -89,7 +89,7 @@ function table({ header, rows, align }) {
     ...inlines(cell.tokens),
   ));
   return element(
-    "div", { class: "wide", tabindex: "0", role: "region", "aria-label": "Table" },
+    "div", { class: "wide", tabindex: "0", role: "group", "aria-label": "Table" },
     element(
       "table", {}, element("thead", {}, element("tr", {}, ...cells("th", header))),
       element("tbody", {}, ...rows.map((row) => element("tr", {}, ...cells("td", row)))),
@@ -102,7 +102,7 @@ export function codeBlock(text, language) {
   return element(
     "figure", { class: "code" },
     element("figcaption", {}, element("span", {}, (language ?? "").split(/\s/)[0] || "text"), copy),
-    element("pre", { tabindex: "0", "aria-label": "Code" }, element("code", {}, text)),
+    element("pre", { tabindex: "0", role: "group", "aria-label": "Code" }, element("code", {}, text)),
   );
 }
 
