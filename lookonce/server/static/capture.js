@@ -50,11 +50,12 @@ export class Capture {
     else await this.#show(opened);
   }
 
-  async #show({ source, stream }) {
-    const seen = source !== "sound";
+  async #show(opened) {
+    const seen = opened.source !== "sound";
     if (seen) {
-      this.view.srcObject = stream;
-      await this.view.play();
+      this.view.srcObject = opened.stream;
+      await this.view.play().catch(() => null); // closed before a picture came
+      if (this.opened !== opened) return;
     }
     this.#say(seen ? "" : "Ready to record");
     this.view.hidden = this.take.hidden = !seen;
@@ -64,11 +65,12 @@ export class Capture {
   }
 
   async #takePicture() {
+    const name = `${this.opened.source}.png`;
     const canvas = document.createElement("canvas");
     [canvas.width, canvas.height] = [this.view.videoWidth, this.view.videoHeight];
     canvas.getContext("2d").drawImage(this.view, 0, 0);
     const blob = await new Promise((resolve) => canvas.toBlob(resolve, "image/png"));
-    this.#give(blob, `${this.opened.source}.png`);
+    this.#give(blob, name);
   }
 
   async #toggleRecording() {
