@@ -128,7 +128,7 @@ async function run(turn, work, { again = false } = {}) {
     failed(turn, answer, error, again);
   } finally {
     answer.end();
-    await keep(talk);
+    await keep(talk).catch((error) => announce(`This conversation could not be kept: ${error.message}`));
     if (asking === controller) setAsking(null);
     await watch.look();
     await watch.lookAtSavings();
