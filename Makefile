@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+SERVES := $(VENV)/.serves
 STAMP := $(VENV)/.installed
 
 .PHONY: setup serve wheel test test-models test-lmcache test-page test-openapi test-clients test-whisper test-alerts test-otel check structure format attack fuzz soak clean
@@ -9,28 +10,47 @@ STAMP := $(VENV)/.installed
 # Tests run side by side, so numeric libraries get one thread each in them; a server uses all cores.
 check test test-lmcache test-page test-openapi test-clients test-whisper test-alerts test-otel attack fuzz soak: export OMP_NUM_THREADS ?= 1
 
-setup: $(STAMP)
+setup: $(SERVES)
 
 COMPILED := $(wildcard lookonce/*/*.c lookonce/model/*/*.cpp lookonce/model/*/*.h)
 
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 FAILED = { echo "make setup: pip failed, see above. Run it again: what was downloaded is kept. Behind a proxy set HTTPS_PROXY; for an index of your own, PIP_INDEX_URL." >&2; exit 1; }
+NEEDS = import tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; x = p["optional-dependencies"]; print($(1), sep="\n")
+TO_SERVE := *p["dependencies"], *x["film"], *x["documents"]
 
-# What it does and how far it is; a Python that cannot do it is refused before anything is fetched.
-$(STAMP): pyproject.toml setup.py $(COMPILED)
+# What it does and how far it is; a Python that cannot do it is refused before anything is fetched. The kernels
+# are compiled while pip works. pip compiles no bytecode: of 10,000 modules a server imports a third, and the
+# last step has those compiled.
+$(SERVES): pyproject.toml setup.py $(COMPILED)
 	@test -x $(BIN)/python || $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
 	  echo "make setup: $(PYTHON) is not Python 3.11 or newer. Install one, then: make setup PYTHON=python3.11" >&2; exit 1; }
-	@test -x $(BIN)/python || { echo "[1/3] creating $(VENV)"; $(PYTHON) -m venv $(VENV); } || { rm -rf $(VENV); \
+	@test -x $(BIN)/python || { echo "[1/4] creating $(VENV)"; $(PYTHON) -m venv $(VENV); } || { rm -rf $(VENV); \
 	  echo "make setup: $(PYTHON) cannot create an environment. Install its venv module (Debian: apt install python3-venv)" >&2; exit 1; }
 	@command -v c++ >/dev/null || echo "No C++ compiler: kernels will not be compiled, and torch is slower (Debian: apt install g++, then make setup again)"
-	@echo "[2/3] installing PyTorch: most of the time, a minute or more where it is downloaded"
-	@$(PIP) "torch==2.13.0" || $(FAILED)
-	@echo "[3/3] installing LookOnce, compiling its CPU kernels, and what its tests need"
-	@$(PIP) -e ".[dev]" || $(FAILED)
-	@touch $(STAMP)
+	@$(PIP) "setuptools>=77" || $(FAILED)
+	@$(BIN)/python -c '$(call NEEDS,$(TO_SERVE))' > $(VENV)/needs.txt
+	@nice $(BIN)/python setup.py --quiet build_ext --inplace > $(VENV)/kernels.log 2>&1 & kernels=$$!; \
+	  trap 'kill $$kernels 2>/dev/null' EXIT; trap 'exit 1' INT TERM; \
+	  echo "[2/4] installing PyTorch: half a minute, more where it is downloaded. CPU kernels are compiled meanwhile"; \
+	  $(PIP) --no-compile "torch==2.13.0" || $(FAILED); \
+	  echo "[3/4] installing the other libraries"; \
+	  $(PIP) --no-compile -r $(VENV)/needs.txt || $(FAILED); \
+	  LOOKONCE_COMPILE=0 $(PIP) --no-build-isolation --no-deps -e . || $(FAILED); \
+	  echo "[4/4] waiting for the kernels"; \
+	  wait $$kernels || { cat $(VENV)/kernels.log >&2; exit 1; }
+	@$(BIN)/python -c 'import lookonce.engine.process.build, lookonce.server.process'
+	@touch $(SERVES)
 	@echo "Ready: make serve, or $(BIN)/lookonce --help"
 
-serve: $(STAMP)
+# What checks and tests need beside.
+$(STAMP): $(SERVES)
+	@echo "installing what checks and tests need"
+	@$(BIN)/python -c '$(call NEEDS,*x["dev"])' > $(VENV)/needs.txt
+	@$(PIP) --no-compile -r $(VENV)/needs.txt || $(FAILED)
+	@touch $(STAMP)
+
+serve: $(SERVES)
 	@$(BIN)/lookonce serve
 
 check: $(STAMP)
@@ -63,9 +83,9 @@ test-lmcache: $(LMCACHE_VENV)/.installed
 test-models: $(STAMP)
 	@ALL_MODELS=1 $(BIN)/python -m pytest --numprocesses 2 --timeout 3600 tests/model/test_general_text.py tests/model/test_general_media.py
 
-# The web page in a real browser. Skipped by name where Chromium cannot be installed.
+# The web page in a real browser, and axe-core over it. Skipped by name where Chromium cannot be installed.
 test-page: $(STAMP)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check "playwright>=1.50,<2"
+	@$(PIP) "playwright>=1.50,<2" "axe-playwright-python>=0.1.8,<0.2"
 	@command -v chromium >/dev/null || apt-get install --yes --quiet chromium || true
 	@$(BIN)/python -m pytest tests/page -rs
 
@@ -74,10 +94,21 @@ test-openapi: $(STAMP)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev,dev-openapi]"
 	@$(BIN)/python -m pytest tests/clients/test_schemathesis.py -rs
 
-# LiteLLM, LangChain's OpenAI client, OpenAI's Agents SDK and Anthropic's client, unmodified.
-test-clients: $(STAMP)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev,dev-clients]"
-	@$(BIN)/python -m pytest tests/clients/test_other_clients.py tests/clients/test_realtime_agents.py tests/clients/test_anthropic.py -rs
+# Clients of other makers, unmodified, of pinned versions. They get an environment of their own, which sees this
+# one's packages; those for Node.js are skipped by name where it is absent.
+CLIENTS_VENV := .venv-clients
+CLIENTS := tests/clients
+
+$(CLIENTS_VENV)/.installed: $(STAMP) $(CLIENTS)/requirements.txt $(CLIENTS)/node/package.json
+	@test -x $(CLIENTS_VENV)/bin/python || $(BIN)/python -m venv $(CLIENTS_VENV)
+	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$($(CLIENTS_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/lookonce.pth
+	@$(CLIENTS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r $(CLIENTS)/requirements.txt
+	@if command -v npm >/dev/null; then cd $(CLIENTS)/node && npm install --silent --no-audit --no-fund --no-package-lock; fi
+	@touch $@
+
+test-clients: $(CLIENTS_VENV)/.installed
+	@PYTHONPATH=. $(CLIENTS_VENV)/bin/python -m pytest $(CLIENTS) tests/end_to_end/test_openai_client.py tests/end_to_end/test_responses.py --ignore $(CLIENTS)/test_schemathesis.py -rs --junitxml $(CLIENTS_VENV)/results.xml
+	@$(CLIENTS_VENV)/bin/python tools/clients_table.py $(CLIENTS_VENV)/results.xml > docs/clients.md
 
 # whisper-tiny.en, made by tools/whisper_tiny.py, hears espeak-ng's speech as it does in transformers. Skipped by
 # name where the speech or the package cannot be installed.
@@ -131,4 +162,4 @@ format: $(STAMP)
 	@$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(LMCACHE_VENV) $(FUZZ_VENV) build dist *.egg-info
+	rm -rf $(VENV) $(LMCACHE_VENV) $(FUZZ_VENV) $(CLIENTS_VENV) $(CLIENTS)/node/node_modules build dist *.egg-info

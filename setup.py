@@ -3,6 +3,9 @@
 The CPU kernels are built once for each variant of CPU, side by side, and never for the CPU they are
 built on: lookonce/model/native/compiled.py chooses among them when it is imported. Without a
 compiler the package installs without any of it: torch, NumPy and Python do the work.
+
+With `LOOKONCE_COMPILE=0` nothing is compiled: `make setup` has compiled it before, while it installed
+the libraries.
 """
 
 import os
@@ -62,11 +65,15 @@ class BuildInFolders(build_ext):
         build_ext.build_extension(builder, ext)
 
 
-setup(
-    cmdclass={"build_ext": BuildInFolders},
-    ext_modules=[
-        *(kernels(*variant) for variant in VARIANTS.get(platform.machine().lower(), {}).items()),
+def extensions() -> list[Extension]:
+    if os.environ.get("LOOKONCE_COMPILE") == "0":
+        return []
+    variants = VARIANTS.get(platform.machine().lower(), {})
+    return [
+        *(kernels(*variant) for variant in variants.items()),
         helper("lookonce.model._decode_inputs", "lookonce/model/decode_inputs.c"),
         helper("lookonce.core._columns", "lookonce/core/columns.c"),
-    ],
-)
+    ]
+
+
+setup(cmdclass={"build_ext": BuildInFolders}, ext_modules=extensions())

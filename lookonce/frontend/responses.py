@@ -329,6 +329,8 @@ class ModelCard(msgspec.Struct, kw_only=True):
     root: str
     parent: None = None
     max_model_len: int | None
+    modalities: tuple[str, ...]
+    """What the model takes beside text."""
 
 
 class ModelList(msgspec.Struct, kw_only=True):

@@ -14,6 +14,8 @@ from typing import Self, TypeVar
 
 import msgspec
 
+from lookonce.frontend.savings import Saved
+
 logger = logging.getLogger("lookonce.server")
 T = TypeVar("T")
 ABORT_SECONDS = 2.0
@@ -40,6 +42,9 @@ class ProcessState(msgspec.Struct, kw_only=True):
     draining: bool
     tenants: dict[str, int]
     """Tenant → its requests for generated tokens."""
+    day: str = ""
+    saved: dict[str, Saved] = {}
+    """Tenant → what reuse saved it on that day."""
 
 
 class AbortPeers:

@@ -28,6 +28,7 @@ from lookonce.errors import (
     UnauthorizedError,
 )
 from lookonce.frontend.frontend import Frontend, engine_client, limits_learned, open_frontend
+from lookonce.frontend.savings import Savings
 from lookonce.render.media.vad import VoiceDetectors
 from lookonce.render.prompt.encoder import PromptEncoder
 from lookonce.render.readonly import ReadOnlyRenderer, open_readonly
@@ -242,6 +243,7 @@ class Services(Frontend):
     realtime: RealtimeSessions = field(default_factory=RealtimeSessions)
     responses: ResponseStore | None = None
     """Stored responses and conversations; None: nothing is stored."""
+    savings: Savings = field(default_factory=Savings)
     rates: RateLimits | None = None
     """Limits of tenants and keys; None: there are none."""
     shared_counts: SharedCounts | None = None
@@ -286,13 +288,16 @@ class Services(Frontend):
         return self.rates.admit(principal.tenant, principal.key)
 
     def own_state(self) -> ProcessState:
-        """What this API process does now."""
+        """What this API process does now, and saved today."""
+        day, saved = self.savings.today()
         return ProcessState(
             index=self.index,
             pid=os.getpid(),
             serving=self.drain.active,
             draining=self.drain.draining,
             tenants=self.running.count_by_tenant(),
+            day=day,
+            saved=saved,
         )
 
     async def process_states(self) -> list[ProcessState]:

@@ -1,6 +1,6 @@
 """Anthropic's Python client, unmodified, against the real server.
 
-It needs the extra `dev-clients`; `make test-clients` installs it.
+`make test-clients` installs it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """LiteLLM and LangChain's OpenAI client, unmodified, against the real server.
 
-They need the extra `dev-clients`; `make test-clients` installs it.
+`make test-clients` installs them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """OpenAI's Agents SDK holds a realtime conversation, unmodified, with the real server.
 
-It needs the extra `dev-clients`; `make test-clients` installs it.
+`make test-clients` installs it.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ def test_escape_stops_the_engine_and_keeps_what_was_said(open_page):
         expect(page.locator(".receipt")).to_have_count(1)
         prompt = bytes(server.engine.prompts[-1].token_ids).decode()
         assert prompt == "What?a redAnd now?"
-        assert server.engine.running == {}
+    assert server.engine.running == {}  # now that the server has ended what was stopped
 
 
 def test_every_turn_is_sent_with_what_went_before(open_page):
@@ -106,8 +106,11 @@ def test_an_attachment_is_taken_away_and_a_strange_file_refused(open_page):
     with PausableServer("yes") as server:
         page = open_page(server.url)
         drop_picture(page)
-        drop_file(page, b"%PDF", "notes.pdf", "application/pdf")
-        expect(page.locator("#announcer")).to_contain_text("notes.pdf is neither")
+        drop_file(page, b"?", "notes.xyz", "application/x-notes")
+        refusal = page.get_by_role("list", name="Attached").get_by_role("alert")
+        expect(refusal).to_contain_text("notes.xyz This is neither a picture, a sound nor a film")
+        page.get_by_role("button", name="Dismiss the refusal of notes.xyz").click()
+        expect(refusal).to_have_count(0)
         page.get_by_role("button", name="Remove two.png").click()
         expect(page.locator("#chips")).to_be_hidden()
         expect(page.get_by_role("button", name="Send")).to_be_disabled()

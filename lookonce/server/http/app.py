@@ -61,7 +61,7 @@ from lookonce.server.routes.conversations import (
     show_conversation_item,
     update_conversation,
 )
-from lookonce.server.routes.debug import show_state, take_profile
+from lookonce.server.routes.debug import show_savings, show_state, take_profile
 from lookonce.server.routes.generate import generate
 from lookonce.server.routes.invocations import invocations
 from lookonce.server.routes.media_cache import inject_media, show_media_cache
@@ -139,6 +139,7 @@ ROUTES = [
     Route("/inference/v1/media_cache", inject_media, methods=["POST"]),
     Route("/inference/v1/media_cache", show_media_cache, methods=["GET"]),
     Route("/debug/state", show_state, methods=["GET"]),
+    Route("/savings", show_savings, methods=["GET"]),
     Route("/debug/profile", take_profile, methods=["POST"]),
     *[Route(f"/reset_{tier}_cache", reset_route(tier), methods=["POST"]) for tier in TIERS],
 ]

@@ -64,7 +64,13 @@ async def show_model(request: Request) -> Response:
 
 def _card(services: Services) -> ModelCard:
     name = services.config.model.served_name
-    return ModelCard(id=name, created=STARTED, root=name, max_model_len=services.max_model_len())
+    return ModelCard(
+        id=name,
+        created=STARTED,
+        root=name,
+        max_model_len=services.max_model_len(),
+        modalities=services.renderer.modalities,
+    )
 
 
 async def metrics(request: Request) -> Response:

@@ -1,4 +1,4 @@
-"""Routes for whoever runs the server, with an admin key: what it does now, and profiles of it."""
+"""Routes for whoever runs the server: what it does now, what it saved, and profiles of it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
+from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
 from lookonce import __version__
 from lookonce.errors import BadRequestError, ConflictError, UnavailableError
+from lookonce.frontend.savings import Saved
 from lookonce.server.api_process_peers import ProcessState
 from lookonce.server.audit import audit
 from lookonce.server.http.body import receive
@@ -54,6 +56,31 @@ async def show_state(request: Request) -> Response:
             processes=await services.process_states(),
         )
     )
+
+
+class SavedToday(msgspec.Struct, kw_only=True):
+    day: str
+    """Of UTC, e.g. 2026-01-31."""
+    saved: Saved
+    """Of the tenant that asks; of all tenants together for an admin."""
+    tenants: dict[str, Saved] | UnsetType = UNSET
+    """For an admin: by tenant."""
+
+
+async def show_savings(request: Request) -> Response:
+    """What reuse saved today, in all API processes that answer."""
+    services: Services = request.app.state.services
+    principal: Principal = request.state.principal
+    day, by_tenant = services.savings.today()[0], dict[str, Saved]()
+    for state in await services.process_states():
+        for tenant, saved in state.saved.items() if state.day == day else ():
+            by_tenant.setdefault(tenant, Saved()).add(saved)
+    if not principal.admin:
+        return json_response(SavedToday(day=day, saved=by_tenant.get(principal.tenant, Saved())))
+    whole = Saved()
+    for saved in by_tenant.values():
+        whole.add(saved)
+    return json_response(SavedToday(day=day, saved=whole, tenants=by_tenant))
 
 
 # --- profiles -------------------------------------------------------------------------------------

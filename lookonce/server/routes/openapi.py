@@ -60,7 +60,7 @@ from lookonce.server.routes.conversations import (
     ConversationRequest,
     ConversationUpdate,
 )
-from lookonce.server.routes.debug import ProfileRequest, ServerState
+from lookonce.server.routes.debug import ProfileRequest, SavedToday, ServerState
 from lookonce.server.routes.generate import GenerateRequest, GenerateResponse
 from lookonce.server.routes.media_cache import MediaCacheInfo, MediaCacheRequest, MediaCacheResponse
 from lookonce.server.routes.page import HEADERS
@@ -196,6 +196,7 @@ OPERATIONS = (
     Operation("POST", "/reset_mm_cache", "Empty the cache of processed media"),
     Operation("POST", "/reset_encoder_cache", "Empty the cache of encoder outputs"),
     Operation("POST", "/reset_prefix_cache", "Empty the prefix cache"),
+    Operation("GET", "/savings", "What reuse saved today", answer=SavedToday),
     Operation("GET", "/debug/state", "What runs now, by tenant", answer=ServerState),
     Operation("POST", "/debug/profile", "Stacks of all processes, or a trace", ProfileRequest),
 )

@@ -194,6 +194,11 @@ class ServingContext:
     def __exit__(self, *_: object) -> None:
         self.services.running.forget(self.principal.tenant, self.request_id, self.abort)
         self.usage_limits.generated(sum(each.completion_tokens for each in self.generations))
+        for generation in self.generations:
+            if generation.reuse_stats is not None:
+                self.services.savings.count(
+                    self.principal.tenant, generation.rendered, generation.reuse_stats
+                )
         for rendered in self._prompts:
             self.services.renderer.release(rendered)
         for end in self.on_exit:

@@ -1,9 +1,12 @@
 // The public routes this page uses. Addresses are relative, so a proxy may add a path before them.
 
 export class ApiError extends Error {
-  constructor(message, status) {
+  /** `code` and `param` are those of the server's error, where it names them. */
+  constructor(message, status, { code = null, param = null } = {}) {
     super(message);
     this.status = status;
+    this.code = code;
+    this.param = param;
   }
 }
 
@@ -15,13 +18,14 @@ function headers(key) {
 }
 
 async function refused(response) {
-  let message = `the server answered ${response.status}`;
+  const message = `the server answered ${response.status}`;
   try {
-    message = (await response.json()).error.message ?? message;
+    const { error } = await response.json();
+    return new ApiError(error.message ?? message, response.status, error);
   } catch {
     // Not our server's words (a proxy's page, say): the status must do.
+    return new ApiError(message, response.status);
   }
-  return new ApiError(message, response.status);
 }
 
 export async function models(key) {
@@ -49,6 +53,13 @@ function sendSound(file, key, fields) {
 /** "ready", "starting", "draining", "stuck", "dead". */
 export async function state() {
   return (await (await fetch("ready")).json()).status;
+}
+
+/** What reuse saved today: `{day, saved}`. */
+export async function savings(key) {
+  const response = await fetch("savings", { headers: headers(key) });
+  if (!response.ok) throw await refused(response);
+  return response.json();
 }
 
 export async function metrics() {

@@ -27,6 +27,38 @@ export function icon(name) {
   return drawing("svg", { class: "icon", "aria-hidden": "true" }, drawing("use", { href: `#icon-${name}` }));
 }
 
+/** A button that submits nothing. `label` is text or an element. */
+export function button(label, properties, onclick) {
+  return element("button", { type: "button", onclick, ...properties }, label);
+}
+
+/** A round one with a symbol alone; its name is for those who cannot see it, and shown on hovering. */
+export function iconButton(symbol, name, onclick) {
+  return button(icon(symbol), { class: "round quiet", "aria-label": name, title: name }, onclick);
+}
+
+/** What those hear who cannot see the page. */
+export function announce(text) {
+  byId("announcer").textContent = text;
+}
+
+/** Puts `text` in the clipboard, also on pages that are not served securely, and says so at the button. */
+export async function copyText(pressed, text) {
+  try {
+    await navigator.clipboard.writeText(text);
+  } catch {
+    const area = element("textarea", { value: text, class: "unseen" });
+    pressed.after(area);
+    area.select();
+    document.execCommand("copy");
+    area.remove();
+    pressed.focus();
+  }
+  announce("Copied");
+  pressed.classList.add("copied");
+  setTimeout(() => pressed.classList.remove("copied"), 1500);
+}
+
 export function byId(id) {
   return document.getElementById(id);
 }

@@ -2,7 +2,7 @@
 
 import { count, element, milliseconds, plural } from "./dom.js";
 
-const NOUNS = { image: "picture", audio: "sound" };
+const NOUNS = { image: "picture", audio: "sound", video: "film" };
 
 /** What happened at one stage of one item: {reused: boolean, text, why}. */
 function processing(item) {
@@ -35,9 +35,10 @@ function prefill(item, cached) {
 const found = (text, why) => ({ reused: true, text, why });
 const worked = (text, why) => ({ reused: false, text, why });
 
-function cell({ reused, text, why }) {
+/** `stage` is the column's name, which a phone shows beside each cell. */
+function cell(stage, { reused, text, why }) {
   return element(
-    "td", {}, element("span", { class: reused ? "mark reused" : "mark done" }, text),
+    "td", { "data-stage": stage }, element("span", { class: reused ? "mark reused" : "mark done" }, text),
     element("span", { class: "why" }, why),
   );
 }
@@ -59,7 +60,7 @@ function itemTable(receipt, thumbnails) {
     element("th", { scope: "row" }, thumbnails[index]?.() ?? null, element(
       "span", { class: "item" }, titles[index], element("code", { title: "media hash" }, item.hash.slice(0, 8)),
     )),
-    cell(processing(item)), cell(encoding(item)), cell(prefill(item, cached)),
+    cell("Process", processing(item)), cell("Encode", encoding(item)), cell("Prefill", prefill(item, cached)),
   ));
   const head = ["Item", "Process", "Encode", "Prefill"].map((name) => element("th", { scope: "col" }, name));
   return element(
@@ -108,7 +109,7 @@ function headline(receipt, usage, timing) {
   return [
     element("span", { class: "share" }, `${share} % of the prompt reused`),
     element("span", {}, timing.first === null ? "" : `first token ${milliseconds(timing.first)}`),
-    element("span", {}, plural(usage.completion_tokens, "token")),
+    element("span", {}, plural(usage?.completion_tokens ?? 0, "token")),
   ];
 }
 

@@ -69,7 +69,8 @@ function beeps(number) {
   return new Blob([wavHeader(sound.byteLength), sound], { type: "audio/wav" });
 }
 
-function wavHeader(size) {
+/** Of 16-bit samples at 16 kHz, `size` bytes of them. */
+export function wavHeader(size) {
   const header = new DataView(new ArrayBuffer(44));
   const text = (at, letters) => [...letters].forEach((c, i) => header.setUint8(at + i, c.charCodeAt(0)));
   text(0, "RIFF");

@@ -5,6 +5,7 @@ import { SLOTS, Spark } from "./spark.js";
 import { Change, Look } from "./stats.js";
 
 const LEAST_SECONDS = 0.9;
+const SINCE_START = "since start"; // what a tile's figure covers, unless it says another window
 
 /** A tier that is asked for `unit`s and either has them or not. */
 function reuse({ id, title, queries, hits, labels, unit, held }) {
@@ -56,7 +57,7 @@ const LOOKED_AT = {
 };
 
 const REQUESTS = {
-  id: "requests", title: "Requests",
+  id: "requests", title: "Requests", window: "now",
   point: (change) => ({ plain: change.of("request_success_total") }),
   figure: (look) => [count(look.sum("num_requests_running")), "running"],
   facts: (look) => [
@@ -65,7 +66,7 @@ const REQUESTS = {
 };
 
 const TOKENS = {
-  id: "tokens", title: "Tokens generated",
+  id: "tokens", title: "Tokens generated", window: "last second",
   point: (change) => ({ plain: change.perSecond("generation_tokens_total") }),
   figure: (look, points) => [count(Math.round(points.at(-1)?.plain ?? 0)), "per second"],
   facts: (look, points) => [
@@ -77,7 +78,7 @@ const TOKENS = {
 /** A histogram of seconds: its newest mean, and its mean since the server's start. */
 function duration({ id, title, name }) {
   return {
-    id, title,
+    id, title, window: "newest second",
     point: (change) => ({ plain: change.mean(name) }),
     figure: (look, points) => {
       const newest = points.findLast(({ plain }) => plain !== null);
@@ -108,6 +109,31 @@ function kvTier(tier) {
   });
 }
 
+/** What reuse saved on this day of UTC. */
+class SavedTile {
+  constructor() {
+    this.value = element("span", { class: "value" });
+    this.unit = element("span", { class: "unit" });
+    this.facts = [element("span"), element("span"), element("span")];
+    this.node = element(
+      "article", { class: "tile saved", id: "tile-saved" },
+      element("header", { class: "tile-head" }, element("h3", {}, "Saved"), element("span", { class: "window" }, "today, UTC")),
+      element("p", { class: "figure" }, this.value, " ", this.unit),
+      element("p", { class: "facts" }, ...this.facts),
+    );
+  }
+
+  show(saved) {
+    const seconds = saved.media_seconds + saved.encoder_seconds + saved.prefill_seconds;
+    const [value, unit] = milliseconds(seconds * 1000).split(" ");
+    this.value.textContent = value;
+    this.unit.textContent = `${unit} of work, at least`;
+    this.facts[0].textContent = `${count(saved.cached_tokens)} of ${plural(saved.prompt_tokens, "prompt token")}: ${milliseconds(saved.prefill_seconds * 1000)}`;
+    this.facts[1].textContent = `${count(saved.media_reused)} of ${plural(saved.media, "part")} not processed: ${milliseconds(saved.media_seconds * 1000)}`;
+    this.facts[2].textContent = `${count(saved.encodings_reused)} of ${plural(saved.media, "part")} not encoded: ${milliseconds(saved.encoder_seconds * 1000)}`;
+  }
+}
+
 class Tile {
   constructor(spec) {
     this.spec = spec;
@@ -118,7 +144,7 @@ class Tile {
     this.facts = [element("span"), element("span")];
     this.node = element(
       "article", { class: "tile", id: `tile-${spec.id}` },
-      element("h3", {}, spec.title),
+      element("header", { class: "tile-head" }, element("h3", {}, spec.title), element("span", { class: "window" }, spec.window ?? SINCE_START)),
       element("p", { class: "figure" }, this.value, " ", this.unit),
       this.chart.node,
       element("p", { class: "facts" }, ...this.facts),
@@ -140,6 +166,7 @@ export class Tiles {
     this.parent = parent;
     this.tiles = new Map();
     this.last = null;
+    this.saved = null;
     for (const spec of [MEDIA, ENCODER, PREFIX, LOOKED_AT, REQUESTS, TOKENS, FIRST_TOKEN, TOKEN_GAP]) this.add(spec);
   }
 
@@ -147,6 +174,12 @@ export class Tiles {
     const tile = new Tile(spec);
     this.tiles.set(spec.id, tile);
     this.parent.insertBefore(tile.node, before);
+  }
+
+  /** `saved`: as `/savings` has it. */
+  showSaved(saved) {
+    if (!this.saved) this.parent.prepend((this.saved = new SavedTile()).node);
+    this.saved.show(saved);
   }
 
   /** Draws one more look at the server; `seconds` is when it was taken. */

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from lookonce.config import ApiKey, key_digest
+
 
 async def figures(site) -> dict[str, float]:
     """Every sample of /metrics: `name` or `name{label=value}` → value."""
@@ -34,6 +36,7 @@ def test_models_and_version(on_site):
         models = (await site.client.get("/v1/models")).json()
         assert [card["id"] for card in models["data"]] == ["recital"]
         assert models["data"][0]["max_model_len"] == 200
+        assert models["data"][0]["modalities"] == ["image", "audio"]
         assert (await site.client.get("/v1/models/recital")).json() == models["data"][0]
         assert (await site.client.get("/version")).json()["version"]
 
@@ -100,3 +103,28 @@ def test_vllm_s_names_on_request(on_site):
         assert found["vllm:num_requests_running"] == 0
 
     on_site(scenario, vllm_metric_names=True)
+
+
+def test_a_tenant_is_told_what_reuse_saved_it_and_an_admin_what_it_saved_all(on_site):
+    async def scenario(site):
+        keys = {"one": "a", "two": "b", "root": "c"}
+        site.services.keys.replace(
+            tuple(ApiKey(key_digest(k), tenant=t, admin=k == "root") for k, t in keys.items())
+        )
+        body = {"messages": [{"role": "user", "content": "hello"}]}
+        told = {}
+        for key in keys:
+            site.client.headers["Authorization"] = f"Bearer {key}"
+            await site.client.post("/v1/chat/completions", json=body)
+            told[key] = (await site.client.get("/savings")).json()
+        # the engine of this site finds 3 tokens of every prompt
+        assert told["one"]["saved"] == told["two"]["saved"]
+        assert (told["one"]["saved"]["prompt_tokens"], told["one"]["saved"]["cached_tokens"]) == (
+            5,
+            3,
+        )
+        assert "tenants" not in told["one"]
+        assert told["root"]["saved"]["cached_tokens"] == 9
+        assert told["root"]["tenants"].keys() == {"a", "b", "c"}
+
+    on_site(scenario, api_key=("x",))

@@ -26,6 +26,7 @@ def launched(driver: Playwright, microphone: Path) -> Iterator[Browser]:
         "--no-sandbox",
         "--use-fake-device-for-media-stream",
         "--use-fake-ui-for-media-stream",
+        "--auto-accept-this-tab-capture",
         f"--use-file-for-fake-audio-capture={microphone}",
     )
     browser = driver.chromium.launch(executable_path=path, args=list(arguments))

@@ -53,6 +53,7 @@ class PausableServer:
     async def _serve(self, here: Site) -> None:
         self._loop = asyncio.get_running_loop()
         self._drain = here.services.drain
+        self.services, self.renderer = here.services, here.renderer
         here.services.engine = self.engine  # type: ignore[assignment]
         app = build_app(here.services, websockets=WEBSOCKETS)
         self._server = api_server(app, here.services)

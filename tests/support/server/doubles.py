@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from lookonce.errors import BadRequestError, LookOnceError, error_to_wire
 from lookonce.render.prompt.long_texts import LongTextThreads
-from lookonce.types.media import Expansion, feature_at
+from lookonce.types.media import Expansion, Modality, feature_at
 from lookonce.types.model import ModelInfo
 from lookonce.types.request import (
     PrefillStats,
@@ -26,6 +26,9 @@ from lookonce.types.sampling import SamplingParams
 T = TypeVar("T")
 IMAGE_TOKEN = 300
 END_TOKEN = 301
+MEDIA_FIELDS: dict[str, Modality] = {
+    "image_url": "image", "video_url": "video", "audio_url": "audio", "input_audio": "audio",
+}  # fmt: skip
 EXPANSION = Expansion(runs=((IMAGE_TOKEN, 4),), embed_token_id=IMAGE_TOKEN)
 
 MODEL = ModelInfo(
@@ -69,9 +72,10 @@ class ByteText:
 
 
 class ByteRenderer:
-    """Text parts are their bytes; every picture or sound is four placeholder tokens."""
+    """Text parts are their bytes; every picture, film or sound is four placeholder tokens, and a
+    file is its name in brackets."""
 
-    modalities = ("image", "audio")
+    modalities: tuple[Modality, ...] = ("image", "audio")
     speech = None
     transcribes_live = False
     max_audio_seconds = math.inf
@@ -116,10 +120,11 @@ class ByteRenderer:
                 if "text" in part:
                     tokens += part["text"].encode()
                     continue
-                kind = "image" if "image_url" in part else "audio"
-                source = (
-                    part["image_url"]["url"] if kind == "image" else part["input_audio"]["data"]
-                )
+                if "file" in part:
+                    tokens += f"[{part['file']['filename']}]".encode()
+                    continue
+                field = next(field for field in MEDIA_FIELDS if field in part)
+                kind, source = MEDIA_FIELDS[field], next(iter(part[field].values()))
                 key = str(source).encode().rjust(32, b"0")[-32:]
                 features.append(feature_at(key, kind, EXPANSION, len(tokens)))
                 items.append(RenderedItem(key, key, kind, EXPANSION, None, outcome="hit"))

@@ -1,0 +1,86 @@
+"""Prints docs/clients.md from a run of the tests of clients.
+
+    python tools/clients_table.py RESULTS.xml > docs/clients.md
+
+`RESULTS.xml` is what `pytest --junitxml` wrote; `make test-clients` does both. Versions are those of
+the environment that this runs in, and of `tests/clients/node`.
+"""
+
+import json
+import re
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from xml.etree import ElementTree
+
+NODE = Path(__file__).parents[1] / "tests" / "clients" / "node" / "node_modules"
+CLIENTS = (
+    ("OpenAI's client for Python", "openai", r"end_to_end.test_openai_client|end_to_end.test_responses"),
+    ("OpenAI's Agents SDK (realtime)", "openai-agents", r"test_realtime_agents"),
+    ("Anthropic's client for Python", "anthropic", r"test_anthropic"),
+    ("LangChain", "langchain-openai", r"test_langchain"),
+    ("LlamaIndex", "llama-index-llms-openai-like", r"test_llama_index"),
+    ("LiteLLM", "litellm", r"test_litellm"),
+    ("instructor", "instructor", r"test_instructor"),
+    ("pydantic-ai", "pydantic-ai-slim", r"test_pydantic_ai"),
+    ("DSPy", "dspy", r"test_dspy"),
+    ("smolagents", "smolagents", r"test_smolagents"),
+    ("Haystack", "haystack-ai", r"test_haystack"),
+    ("OpenAI's client for Node.js", "node:openai", r"test_node_clients.*\[openai: "),
+    ("Vercel's AI SDK", "node:ai", r"test_node_clients.*\[ai: "),
+    ("Anthropic's client for Node.js", "node:@anthropic-ai/sdk", r"test_node_clients.*\[anthropic"),
+)
+"""Name, package, and what the ids of its tests have in them."""
+HEAD = """\
+# Clients of other makers
+
+Each was used as published, in the version named, against a real server with nano. This page is printed by `make test-clients`
+(`tools/clients_table.py`); the tests are in `tests/clients`.
+
+| client | package | version | tests passed | what was tried |
+|---|---|---|---|---|"""
+
+
+def main() -> None:
+    cases = list(ElementTree.parse(sys.argv[1]).iter("testcase"))
+    print(HEAD)
+    for name, package, pattern in CLIENTS:
+        own = [case for case in cases if re.search(pattern, identity(case))]
+        passed = [case for case in own if len(case) == 0]
+        if not own or all(case.find("skipped") is not None for case in own):
+            print(f"| {name} | `{bare(package)}` | | not installed | |")
+            continue
+        tried = "; ".join(dict.fromkeys(words(case.get("name", "")) for case in passed))
+        print(
+            f"| {name} | `{bare(package)}` | {version_of(package)} | {len(passed)} of {len(own)} "
+            f"| {tried} |"
+        )
+
+
+def identity(case: ElementTree.Element) -> str:
+    return f"{case.get('classname', '')}.{case.get('name', '')}"
+
+
+def words(test: str) -> str:
+    """`test_llama_index_streams[x]` → "streams"; of a parameter that says what, the parameter."""
+    said = re.search(r"\[\w+: (.*)\]", test)
+    if said:
+        return said[1]
+    plain = re.sub(r"\[.*\]$", "", test).removeprefix("test_")
+    firsts = "litellm|langchain|llama_index|instructor|pydantic_ai|dspy|smolagents|haystack"
+    return re.sub(rf"^(?:{firsts})_(?:s_)?", "", plain).replace("_s_", "'s ").replace("_", " ")
+
+
+def bare(package: str) -> str:
+    return package.removeprefix("node:")
+
+
+def version_of(package: str) -> str:
+    if not package.startswith("node:"):
+        return version(package)
+    told = json.loads((NODE / bare(package) / "package.json").read_text())
+    return str(told["version"])
+
+
+if __name__ == "__main__":
+    main()
