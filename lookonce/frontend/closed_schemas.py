@@ -19,6 +19,13 @@ OPENED_BY = ("additionalProperties", "unevaluatedProperties", "patternProperties
 BRANCHES = ("allOf", "anyOf", "oneOf")
 DEFINITIONS = ("$defs", "definitions")
 REFERENCES = ("#/$defs/", "#/definitions/")
+WITH_SCHEMAS = frozenset(
+    {
+        *DEFINITIONS, *BRANCHES, "properties", "patternProperties", "items", "prefixItems",
+        "additionalProperties",
+    }
+)  # fmt: skip
+"""Keywords whose value is a schema, or contains some."""
 
 
 def closed_schema(schema: Json, param: str) -> Json:
@@ -44,6 +51,8 @@ def closed(schema: Json) -> Json:
 def _closed(schema: Json, combined: frozenset[str], *, alone: bool) -> Json:
     """`combined`: names of definitions that stay open; `alone`: no other schema holds for the same
     object."""
+    if schema.keys().isdisjoint(WITH_SCHEMAS):
+        return schema
     alone = alone and not _combines(schema)
     result: Json = {}
     for name, value in schema.items():
@@ -92,6 +101,8 @@ def _names_keys(schema: Json) -> bool:
 
 def _combined(schema: Json, together: bool = False) -> Iterable[str]:
     """Names of definitions that some object has beside other keys."""
+    if not together and schema.keys().isdisjoint(WITH_SCHEMAS):
+        return
     together = together or _combines(schema)
     reference = schema.get("$ref")
     if together and isinstance(reference, str):

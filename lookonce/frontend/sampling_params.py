@@ -274,8 +274,10 @@ def _of_outputs(asked: StructuredOutputs, prefix: str, close: bool) -> list[Gram
 
 
 def _json_grammar(schema: str | Schema, param: str, close: bool) -> Grammar:
-    """A schema may come as JSON text, as vLLM takes it."""
+    """A schema may come as JSON text, as vLLM takes it. Its size is judged before it is read or
+    closed, which would take the event loop seconds of a schema of some megabytes."""
     if isinstance(schema, str):
+        Grammar(kind="json_schema", source=schema, param=param)
         try:
             schema = msgspec.json.decode(schema, type=Schema)
         except (ValueError, RecursionError):
@@ -283,8 +285,11 @@ def _json_grammar(schema: str | Schema, param: str, close: bool) -> Grammar:
     if isinstance(schema, bool):
         schema = {} if schema else {"not": {}}
     read = cast("dict[str, Any]", schema)
-    read = closed_schema(read, param) if close else read
-    return Grammar(kind="json_schema", source=_json_text(read, param), param=param)
+    asked = Grammar(kind="json_schema", source=_json_text(read, param), param=param)
+    if not close:
+        return asked
+    source = _json_text(closed_schema(read, param), param)
+    return Grammar(kind="json_schema", source=source, param=param)
 
 
 def _json_text(value: object, param: str) -> str:
