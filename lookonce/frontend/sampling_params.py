@@ -20,7 +20,7 @@ from lookonce.frontend.requests import (
     StructuredFields,
     StructuredOutputs,
 )
-from lookonce.types.sampling import Grammar, SamplingParams
+from lookonce.types.sampling import Grammar, SamplingParams, check_num_biases
 
 MAX_CHOICES = 10_000
 ANY_OBJECT = '{"type":"object"}'
@@ -196,6 +196,7 @@ def _logit_bias(bias: dict[str, float] | None) -> dict[int, float] | None:
     """The same by token id: JSON's keys are text."""
     if not bias:
         return None
+    check_num_biases(len(bias))
     tokens = {}
     for key, value in bias.items():
         if not key.isdecimal() or len(key) > 10:
