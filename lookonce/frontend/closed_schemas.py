@@ -19,6 +19,8 @@ OPENED_BY = ("additionalProperties", "unevaluatedProperties", "patternProperties
 BRANCHES = ("allOf", "anyOf", "oneOf")
 DEFINITIONS = ("$defs", "definitions")
 REFERENCES = ("#/$defs/", "#/definitions/")
+NAMING_KEYS = frozenset({"properties", "$ref", *BRANCHES})
+"""Keywords by which a schema may name keys of an object."""
 WITH_SCHEMAS = frozenset(
     {
         *DEFINITIONS, *BRANCHES, "properties", "patternProperties", "items", "prefixItems",
@@ -88,6 +90,8 @@ def _declares(schema: Json) -> bool:
 
 def _combines(schema: Json) -> bool:
     """Whether several parts of `schema` name keys of one object."""
+    if not _names_keys(schema):
+        return False
     parts = int("properties" in schema) + int("$ref" in schema)
     for name in BRANCHES:
         branches = [each for each in _dicts(schema.get(name)) if _names_keys(each)]
@@ -96,7 +100,7 @@ def _combines(schema: Json) -> bool:
 
 
 def _names_keys(schema: Json) -> bool:
-    return "properties" in schema or "$ref" in schema or any(name in schema for name in BRANCHES)
+    return not schema.keys().isdisjoint(NAMING_KEYS)
 
 
 def _combined(schema: Json, together: bool = False) -> Iterable[str]:
