@@ -112,6 +112,8 @@ class RateLimitedError(RequestError):
         """`retry_after`: seconds after which the same request may be let in."""
         super().__init__(message, param=param, code=code)
         self.retry_after = retry_after
+        self.headers: dict[str, str] = {}
+        """More headers of the answer: `x-ratelimit-*` of a request that was not admitted."""
 
 
 class UnavailableError(LookOnceError):

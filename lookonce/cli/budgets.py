@@ -30,7 +30,7 @@ from lookonce.server.routes.realtime.session import MAX_RESPONSES
 from lookonce.server.routes.realtime.session import MAX_VALUES as MAX_EVENT_VALUES
 from lookonce.server.routes.serving_base import MAX_SCORED
 from lookonce.types.logs import MAX_LINES
-from lookonce.types.sampling import MAX_GRAMMAR_BYTES
+from lookonce.types.sampling import MAX_BIASES, MAX_GRAMMAR_BYTES
 
 Payer = Literal["address", "connection", "request", "tenant", "key, tenant", "process", "item"]
 """Whose use is counted."""
@@ -110,6 +110,7 @@ BUDGETS = (
     Budget("arguments of all earlier tool calls", MAX_ARGUMENT_VALUES, "commas and brackets",
            "request", "400"),
     Budget("token ids of one field", "the vocabulary", "ids", "request", "400"),
+    Budget("token ids of logit_bias", MAX_BIASES, "ids", "request", "400"),
     Budget("items stored at a time", MAX_ITEMS, "items", "request", "400"),
     Budget("prompts of a completion", MAX_PROMPTS, "prompts", "request", "400"),
     Budget("inputs to embed or compare", MAX_INPUTS, "inputs", "request", "400"),

@@ -83,6 +83,8 @@ def take_snapshot(client: httpx.Client, *, with_state: bool = True) -> Snapshot:
         families = list(text_string_to_metric_families(shown.raise_for_status().text))
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
         reason = str(error) or type(error).__name__
+        if "CERTIFICATE_VERIFY_FAILED" in reason:
+            reason += " (SSL_CERT_FILE names the file of a certificate of your own)"
         raise UnavailableError(
             f"no LookOnce server answers at {client.base_url}: {reason}"
         ) from None

@@ -19,6 +19,15 @@ OPENED_BY = ("additionalProperties", "unevaluatedProperties", "patternProperties
 BRANCHES = ("allOf", "anyOf", "oneOf")
 DEFINITIONS = ("$defs", "definitions")
 REFERENCES = ("#/$defs/", "#/definitions/")
+NAMING_KEYS = frozenset({"properties", "$ref", *BRANCHES})
+"""Keywords by which a schema may name keys of an object."""
+WITH_SCHEMAS = frozenset(
+    {
+        *DEFINITIONS, *BRANCHES, "properties", "patternProperties", "items", "prefixItems",
+        "additionalProperties",
+    }
+)  # fmt: skip
+"""Keywords whose value is a schema, or contains some."""
 
 
 def closed_schema(schema: Json, param: str) -> Json:
@@ -44,6 +53,8 @@ def closed(schema: Json) -> Json:
 def _closed(schema: Json, combined: frozenset[str], *, alone: bool) -> Json:
     """`combined`: names of definitions that stay open; `alone`: no other schema holds for the same
     object."""
+    if schema.keys().isdisjoint(WITH_SCHEMAS):
+        return schema
     alone = alone and not _combines(schema)
     result: Json = {}
     for name, value in schema.items():
@@ -79,6 +90,8 @@ def _declares(schema: Json) -> bool:
 
 def _combines(schema: Json) -> bool:
     """Whether several parts of `schema` name keys of one object."""
+    if not _names_keys(schema):
+        return False
     parts = int("properties" in schema) + int("$ref" in schema)
     for name in BRANCHES:
         branches = [each for each in _dicts(schema.get(name)) if _names_keys(each)]
@@ -87,11 +100,13 @@ def _combines(schema: Json) -> bool:
 
 
 def _names_keys(schema: Json) -> bool:
-    return "properties" in schema or "$ref" in schema or any(name in schema for name in BRANCHES)
+    return not schema.keys().isdisjoint(NAMING_KEYS)
 
 
 def _combined(schema: Json, together: bool = False) -> Iterable[str]:
     """Names of definitions that some object has beside other keys."""
+    if not together and schema.keys().isdisjoint(WITH_SCHEMAS):
+        return
     together = together or _combines(schema)
     reference = schema.get("$ref")
     if together and isinstance(reference, str):

@@ -20,7 +20,7 @@ from lookonce.frontend.requests import (
     StructuredFields,
     StructuredOutputs,
 )
-from lookonce.types.sampling import Grammar, SamplingParams
+from lookonce.types.sampling import Grammar, SamplingParams, check_num_biases
 
 MAX_CHOICES = 10_000
 ANY_OBJECT = '{"type":"object"}'
@@ -196,6 +196,7 @@ def _logit_bias(bias: dict[str, float] | None) -> dict[int, float] | None:
     """The same by token id: JSON's keys are text."""
     if not bias:
         return None
+    check_num_biases(len(bias))
     tokens = {}
     for key, value in bias.items():
         if not key.isdecimal() or len(key) > 10:
@@ -274,8 +275,10 @@ def _of_outputs(asked: StructuredOutputs, prefix: str, close: bool) -> list[Gram
 
 
 def _json_grammar(schema: str | Schema, param: str, close: bool) -> Grammar:
-    """A schema may come as JSON text, as vLLM takes it."""
+    """A schema may come as JSON text, as vLLM takes it. Its size is judged before it is read or
+    closed, which would take the event loop seconds of a schema of some megabytes."""
     if isinstance(schema, str):
+        Grammar(kind="json_schema", source=schema, param=param)
         try:
             schema = msgspec.json.decode(schema, type=Schema)
         except (ValueError, RecursionError):
@@ -283,8 +286,11 @@ def _json_grammar(schema: str | Schema, param: str, close: bool) -> Grammar:
     if isinstance(schema, bool):
         schema = {} if schema else {"not": {}}
     read = cast("dict[str, Any]", schema)
-    read = closed_schema(read, param) if close else read
-    return Grammar(kind="json_schema", source=_json_text(read, param), param=param)
+    asked = Grammar(kind="json_schema", source=_json_text(read, param), param=param)
+    if not close:
+        return asked
+    source = _json_text(closed_schema(read, param), param)
+    return Grammar(kind="json_schema", source=source, param=param)
 
 
 def _json_text(value: object, param: str) -> str:

@@ -204,18 +204,26 @@ class RateLimits:
         own = self._limits.of_key(key) if key else None
         if own is not None:
             subjects.append(_Subject(_name("key", key), own))
-        usage = RequestUsage(self, subjects)
+        try:
+            self._admit(subjects)
+        except RateLimitedError as refused:
+            headers = self.headers(subjects)
+            refused.headers = {name.decode(): value.decode() for name, value in headers}
+            raise
+        return RequestUsage(self, subjects)
+
+    def _admit(self, subjects: Sequence[_Subject]) -> None:
         now = self._clock()
         with self._file.locked():
             for subject in subjects:
                 subject.row = self._file.row(subject.name, now)
+            for subject in subjects:
                 most = subject.limits.concurrent_requests
                 if most is not None and self._file.running(subject.row) + 1 > most:
                     raise self._refusal(CONCURRENT, BUSY_SECONDS, subject)
             self._take(subjects, "requests", 1, now)
             for subject in subjects:
                 self._file.add_running(subject.row, 1)
-        return usage
 
     def take(self, subjects: Sequence[_Subject], what: str, amount: float) -> None:
         """Raises `RateLimitedError`, with nothing taken."""

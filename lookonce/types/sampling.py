@@ -18,6 +18,8 @@ MAX_GRAMMAR_BYTES = 256 << 10
 what tools make (their schemas together)."""
 MAX_PARAM = 200
 """Characters of the name of a grammar's field."""
+MAX_BIASES = 65_536
+"""Most token ids of `logit_bias`: each is read in Python."""
 Kind = Literal["json_schema", "regex", "choice", "grammar", "lark"]
 
 
@@ -231,10 +233,12 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
         _between("min_tokens", self.min_tokens, 0, 2**31 - 1)
         _between("logprobs", self.logprobs, 0, 20)
         _between("prompt_logprobs", self.prompt_logprobs, 0, 20)
+        check_num_biases(len(self.logit_bias or ()))
         for token, bias in (self.logit_bias or {}).items():
             if type(token) not in _WHOLE or type(bias) not in _NUMBER:
                 raise _wrong("logit_bias", "whole numbers (token ids) to numbers", {token: bias})
-            _between(f"logit_bias[{token}]", bias, -100.0, 100.0)
+            if not -100.0 <= bias <= 100.0:
+                _between(f"logit_bias[{token}]", bias, -100.0, 100.0)
         if len(self.stop) > 16:
             raise BadRequestError("stop takes at most 16 strings", param="stop")
         if any(not text for text in self.stop):
@@ -273,6 +277,14 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
     @property
     def greedy(self) -> bool:
         return self.temperature < 1e-5
+
+
+def check_num_biases(count: int) -> None:
+    """Raises `BadRequestError` for more than `MAX_BIASES`."""
+    if count > MAX_BIASES:
+        raise BadRequestError(
+            f"logit_bias: {count} token ids, {MAX_BIASES} are allowed", param="logit_bias"
+        )
 
 
 def _wrong(name: str, wanted: str, value: object) -> BadRequestError:

@@ -122,6 +122,17 @@ def test_what_is_no_server_is_one_clear_line():
         run_top("http://127.0.0.1:9", None, interval=1.0, once=True)
 
 
+def test_a_certificate_of_one_s_own_is_told_how_to_be_trusted():
+    def refuse(request: httpx.Request) -> httpx.Response:
+        raise httpx.ConnectError("[SSL: CERTIFICATE_VERIFY_FAILED] self-signed certificate")
+
+    with (
+        httpx.Client(transport=httpx.MockTransport(refuse), base_url="https://own") as client,
+        pytest.raises(UnavailableError, match="SSL_CERT_FILE"),
+    ):
+        take_snapshot(client)
+
+
 def test_another_server_is_told_apart():
     transport = httpx.MockTransport(lambda request: httpx.Response(200, text="<html>"))
     with (

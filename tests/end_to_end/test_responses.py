@@ -266,6 +266,14 @@ def test_a_conversation_gets_what_is_asked_and_answered(client):
         client.conversations.retrieve(conversation.id)
 
 
+@pytest.mark.parametrize("limit", ["0", "101", "1e1", "00509", "0050999999999999999999", "٥"])
+def test_a_page_has_at_most_a_hundred_items(server, limit):
+    for kind in ("responses/resp_1/input_items", "conversations/conv_1/items"):
+        response = server.get(f"/v1/{kind}?limit={limit}")
+        assert response.status_code == 400, response.text
+        assert response.json()["error"]["param"] == "limit"
+
+
 def test_prompt_and_answer_come_as_text_and_tokens_where_asked(client):
     answer = client.responses.create(
         model="nano", input="Say apple.", extra_body={"enable_response_messages": True}

@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from lookonce.errors import ModelLoadError
+from lookonce.errors import BadRequestError, ModelLoadError
+from lookonce.frontend import sampling_params
 from lookonce.frontend.requests import ChatRequest, CompletionRequest
 from lookonce.frontend.sampling_params import (
     SamplingDefaults,
@@ -15,7 +16,7 @@ from lookonce.frontend.sampling_params import (
     default_sampling,
     read_defaults,
 )
-from lookonce.types.sampling import SamplingParams
+from lookonce.types.sampling import MAX_BIASES, MAX_GRAMMAR_BYTES, SamplingParams
 
 NONE = SamplingDefaults()
 
@@ -56,3 +57,27 @@ def test_max_completion_tokens_comes_before_max_tokens():
 def test_a_broken_recommendation_is_a_model_that_cannot_be_served(tmp_path):
     with pytest.raises(ModelLoadError, match=r"generation_config\.json"):
         read_defaults(write(tmp_path, "{"))
+
+
+LARGE_SCHEMA = {"properties": {f"a{number}": {} for number in range(MAX_GRAMMAR_BYTES // 10)}}
+
+
+@pytest.mark.parametrize("schema", [LARGE_SCHEMA, json.dumps(LARGE_SCHEMA), " " * 300_000 + "{}"])
+def test_a_schema_that_is_too_large_is_refused_before_it_is_closed(schema, monkeypatch):
+    """Closing one of ten megabytes takes the event loop seconds."""
+    closed = []
+    monkeypatch.setattr(sampling_params, "closed_schema", lambda *asked: closed.append(asked))
+    with pytest.raises(BadRequestError, match="at most 262144") as refused:
+        chat_sampling(ChatRequest(messages=[], guided_json=schema), NONE)
+    assert (refused.value.param, refused.value.code) == ("guided_json", "grammar_too_large")
+    assert not closed
+
+
+def test_logit_bias_names_so_many_tokens_and_no_more():
+    bias = {str(token): 1.0 for token in range(MAX_BIASES)}
+    assert chat_sampling(ChatRequest(messages=[], logit_bias=bias), NONE).logit_bias is not None
+    bias["x"] = 1.0  # counted before any is read
+    with pytest.raises(BadRequestError, match="65537 token ids, 65536 are allowed"):
+        chat_sampling(ChatRequest(messages=[], logit_bias=bias), NONE)
+    with pytest.raises(BadRequestError, match="65537 token ids, 65536 are allowed"):
+        SamplingParams(logit_bias=dict.fromkeys(range(MAX_BIASES + 1), 1.0))

@@ -249,6 +249,9 @@ def test_clients_are_told_what_is_left_and_when_to_come_again(on_site, tmp_path)
         assert second.json()["error"]["code"] == "rate_limit_exceeded"
         assert second.json()["error"]["type"] == "rate_limit_error"
         assert int(second.headers["retry-after"]) == 100
+        assert second.headers["x-ratelimit-limit-requests"] == "1"
+        assert second.headers["x-ratelimit-remaining-requests"] == "0"
+        assert second.headers["x-ratelimit-limit-tokens"] == "1000"
         assert site.services.metrics.counts.read()["rate_limited_total:requests"].numbers == (1,)
         assert (await site.client.get("/health")).status_code == 200
         models = await site.client.get("/v1/models")

@@ -38,7 +38,17 @@ HOST = re.compile(r"(?:\[([^\[\]]+)\]|([^:\[\]/@\s]+))(?::[0-9]*)?")
 NO_HEADERS: Headers = []
 MAX_REMEMBERED = 1024
 PREFLIGHT_SECONDS = b"600"
-EXPOSED = b"x-request-id, retry-after"
+EXPOSED = b", ".join(
+    [
+        b"x-request-id", b"retry-after", b"retry-after-ms", b"x-lookonce-warning", b"traceresponse",
+        *(
+            b"x-ratelimit-%b-%b" % (what, of)
+            for of in (b"requests", b"tokens", b"media")
+            for what in (b"limit", b"remaining", b"reset")
+        ),
+    ]
+)  # fmt: skip
+"""Headers of an answer that scripts of other origins may read."""
 
 
 class RequestGuard:

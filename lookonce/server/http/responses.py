@@ -77,6 +77,7 @@ def error_response(error: LookOnceError, body: DescribeError | None = None) -> R
     if isinstance(error, RateLimitedError):
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after)))
         headers["Retry-After-Ms"] = str(math.ceil(error.retry_after * 1000))
+        headers |= error.headers
     if status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     return json_response((body or error_body)(error), status, headers)

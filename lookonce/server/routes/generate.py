@@ -38,12 +38,12 @@ from lookonce.frontend.responses import (
 )
 from lookonce.frontend.sampling_params import grammar_of
 from lookonce.render.media.external_items import ExternalItem, encode_kwargs
-from lookonce.server.http.body import parse, receive
+from lookonce.server.http.body import decoded_body, parse, receive
 from lookonce.server.http.unknown_fields import suggestion
 from lookonce.server.routes.serving_base import ServingContext, open_context, respond
 from lookonce.types.media import MODALITIES, MediaFeature, Modality, ProcessedItem
 from lookonce.types.request import RenderedItem, RenderedPrompt
-from lookonce.types.sampling import SamplingParams
+from lookonce.types.sampling import SamplingParams, check_num_biases
 
 
 class GenerateRequest(msgspec.Struct, kw_only=True):
@@ -108,7 +108,9 @@ async def generate(request: Request) -> Response:
     arrival = time.monotonic()
     body = await receive(request, GenerateRequest)
     context = open_context(request, body, arrival)
-    return await respond(request, context, GenerateResponseBuilder(context, body))
+    raw, close = raw_bytes(body.sampling_params), context.services.defaults.closed_schemas
+    sampling = await decoded_body(raw, lambda: sampling_of(raw, close=close))
+    return await respond(request, context, GenerateResponseBuilder(context, body, sampling))
 
 
 def sampling_of(raw: bytes, *, close: bool = True) -> SamplingParams:
@@ -122,6 +124,10 @@ def sampling_of(raw: bytes, *, close: bool = True) -> SamplingParams:
         fields = msgspec.json.decode(raw, type=dict[str, Any])
     except msgspec.ValidationError as error:
         raise BadRequestError(f"sampling_params: {error}", param="sampling_params") from None
+    except RecursionError:  # the body was decoded on another stack
+        raise _too_deep() from None
+    if (bias := fields.get("logit_bias")) and isinstance(bias, dict):
+        check_num_biases(len(bias))
     grammar = grammar_of(parse(raw, StructuredFields), close=close)
     given = {name: value for name, value in fields.items() if value is not None}
     for name, value in given.items():
@@ -143,17 +149,24 @@ def sampling_of(raw: bytes, *, close: bool = True) -> SamplingParams:
         sampling = msgspec.convert(given, SamplingParams, str_keys=True)
     except msgspec.ValidationError as error:
         raise BadRequestError(f"sampling_params: {error}", param="sampling_params") from None
+    except RecursionError:
+        raise _too_deep() from None
     return sampling if grammar is None else msgspec.structs.replace(sampling, grammar=grammar)
+
+
+def _too_deep() -> BadRequestError:
+    return BadRequestError("sampling_params: nested too deeply", param="sampling_params")
 
 
 class GenerateResponseBuilder:
     """Builds answers of token ids, and their chunks."""
 
-    def __init__(self, context: ServingContext, body: GenerateRequest) -> None:
+    def __init__(
+        self, context: ServingContext, body: GenerateRequest, sampling: SamplingParams
+    ) -> None:
         self._context = context
         self._body = body
-        close = context.services.defaults.closed_schemas
-        self._sampling = sampling_of(raw_bytes(body.sampling_params), close=close)
+        self._sampling = sampling
         if body.stream and self._sampling.prompt_logprobs is not None:
             raise BadRequestError(
                 "sampling_params: prompt_logprobs needs stream to be false", param="sampling_params"

@@ -262,7 +262,8 @@ def page_asked(request: Request) -> PageAsked:
     """Of the query. Raises `BadRequestError`."""
     query = request.query_params
     limit, order = query.get("limit", "20"), query.get("order", "desc")
-    if not (limit.isdecimal() and limit.isascii() and 1 <= int(limit[:4]) <= MAX_PAGE):
+    is_count = limit.isdecimal() and limit.isascii() and len(limit) <= len(str(MAX_PAGE))
+    if not (is_count and 1 <= int(limit) <= MAX_PAGE):
         raise BadRequestError(f"limit: 1 to {MAX_PAGE}, got {limit[:20]!r}", param="limit")
     if order not in ("asc", "desc"):
         raise BadRequestError(f"order: asc or desc, got {order[:20]!r}", param="order")
