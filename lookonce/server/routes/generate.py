@@ -109,7 +109,7 @@ async def generate(request: Request) -> Response:
     body = await receive(request, GenerateRequest)
     context = open_context(request, body, arrival)
     raw, close = raw_bytes(body.sampling_params), context.services.defaults.closed_schemas
-    sampling = await decoded_body(raw, lambda: sampling_of(raw, close=close))
+    sampling = await decoded_body(request, raw, lambda: sampling_of(raw, close=close))
     return await respond(request, context, GenerateResponseBuilder(context, body, sampling))
 
 
