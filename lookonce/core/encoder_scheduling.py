@@ -231,7 +231,15 @@ class EncoderPrefetcher:
     ) -> None:
         self._state = state
         self._connector = connector
+        self._is_known = state.encoder_cache.has_anywhere
+        if connector is not None:
+            self._is_known = self._is_held_or_loaded
         self._ahead_of_admission = ahead_of_admission
+
+    def _is_held_or_loaded(self, key: bytes) -> bool:
+        connector = self._connector
+        held = self._state.encoder_cache.has_anywhere(key)
+        return held or (connector is not None and connector.holds(key))
 
     def plan(self, step: StepPass) -> None:
         """Add encoder runs while there is budget and room: prompts first, in order of arrival."""
@@ -290,9 +298,7 @@ class EncoderPrefetcher:
         request, cache = sequence.request, self._state.encoder_cache
         feature = request.features[index]
         item = request.items.get(feature.key)
-        if item is None or cache.has_anywhere(feature.key):
-            return 0
-        if self._connector is not None and self._connector.holds(feature.key):
+        if item is None or self._is_known(feature.key):
             return 0
         rows = feature.num_embeds
         if rows > rows_left or not step.encoder.affords(rows):

@@ -132,7 +132,7 @@ class Planner:
             self._grow_decodes(decodes)
         first = self._plan_first(step) if fairness.starved else None
         needy = None
-        if first is None:
+        if first is None and self._queues.waiting:
             needy = self._make_way()
         if decodes:
             self._plan_decodes(decodes, step)
@@ -153,8 +153,6 @@ class Planner:
 
     def _make_way(self) -> Sequence | None:
         """The waiting sequence for which others were preempted, if any."""
-        if not self._queues.waiting:
-            return None
         wanted = self._admission.blocks_wanted
         if self._queues.num_active >= self._max_num_seqs:
             return self._preemption.make_place(self._max_num_seqs, wanted)
