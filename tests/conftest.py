@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -67,14 +68,16 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> LoadFileS
     return FolderScheduling(config, log)
 
 
-def pytest_sessionstart() -> None:
-    gc.disable()  # until all tests are collected: imports make millions of objects, no garbage
-
-
-def pytest_collection_finish() -> None:
-    gc.collect()
-    gc.freeze()  # what was imported stays: collections need not walk it
-    gc.enable()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Imports make millions of objects, no garbage, and what was imported stays."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()  # collections need not walk it
+        gc.enable()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
