@@ -83,7 +83,9 @@ PartContent = Json | MediaSource
 class DocumentLoader(Protocol):
     """Implemented by `loader.MediaLoader`."""
 
-    async def load(self, source: MediaSource, scope: bytes = b"", kind: str = "") -> Encoded: ...
+    async def load(
+        self, source: MediaSource, scope: bytes = b"", kind: str = "", tenant: str = ""
+    ) -> Encoded: ...
 
 
 class PagesPool(Protocol):
