@@ -179,8 +179,9 @@ def long_answers(client: httpx.Client, url: str, thread: int) -> None:
 
 
 def many_values(client: httpx.Client, url: str, thread: int) -> None:
-    """Chats that take long to convert and to render, with JSON within JSON."""
-    call = {"name": "f", "arguments": json.dumps([[]] * 80_000)}
+    """Chats that take long to convert and to render, with JSON within JSON: as many values as are
+    converted at all."""
+    call = {"name": "f", "arguments": json.dumps([[]] * 28_000)}
     calls = [{"id": "x", "type": "function", "function": call}]
     messages = [{"role": "assistant", "tool_calls": calls}, {"role": "user", "content": "a"}]
     client.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 1})

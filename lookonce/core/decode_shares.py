@@ -76,12 +76,13 @@ class DecodeShares:
         self._state = state
         self._served: dict[str, _Served] = {}
         self._times = StepTimes()
+        self._num_turns = 0
         self._measures = False
         self._planned_at = 0.0
 
-    def choose(self, decodes: list[Sequence], step_id: int) -> list[Sequence]:
-        """Of `decodes`, in their order, those that step `step_id` computes: all where one tenant
-        is served."""
+    def choose(self, decodes: list[Sequence]) -> list[Sequence]:
+        """Of `decodes`, in their order, those that the next step computes: all where one tenant is
+        served."""
         self._measures = not self._is_one_tenant
         if not self._measures:
             return decodes
@@ -95,12 +96,12 @@ class DecodeShares:
         chosen = set(decodes)
         for tenant, limit in limits.items():
             own = [s for s in decodes if s.request.tenant == tenant]
-            own.sort(key=lambda s: s.decoded_in)
+            own.sort(key=lambda s: s.decode_turn)
             chosen.difference_update(own[limit:])
-        kept = [sequence for sequence in decodes if sequence in chosen]
-        for sequence in kept:
-            sequence.decoded_in = step_id
-        return kept
+            for sequence in own[:limit]:
+                self._num_turns += 1
+                sequence.decode_turn = self._num_turns
+        return [sequence for sequence in decodes if sequence in chosen]
 
     def note_planned(self) -> None:
         """The step that was chosen for begins."""

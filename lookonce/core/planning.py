@@ -127,7 +127,7 @@ class Planner:
         self.session_eviction.next_time = None
         decodes = self._queues.decoding.head(step.tokens)
         if decodes:
-            decodes = self.decode_shares.choose(decodes, self.step_id + 1)
+            decodes = self.decode_shares.choose(decodes)
         if decodes:
             self._grow_decodes(decodes)
         first = self._plan_first(step) if fairness.starved else None

@@ -83,11 +83,13 @@ class Preemption:
         queues, pool = self._state.queues, self._state.block_pool
         if self._is_one_tenant:
             return None
-        # The first attempt of one that is `non_preemptible` decides whether it stays so.
+        # A tenant's prompts keep their order. The first attempt of one that is `non_preemptible`
+        # decides whether it stays so.
+        busy = {_tenant(s) for s in queues.prefilling}
         waiting = [
             s
             for s in queues.first_waiting_by_tenant()
-            if s.admissible_with or not s.request.non_preemptible
+            if _tenant(s) not in busy and (s.admissible_with or not s.request.non_preemptible)
         ]
         if not waiting:
             return None

@@ -220,7 +220,7 @@ class Sequence:
         "block_hashes",
         "block_ids",
         "cache_generation",
-        "decoded_in",
+        "decode_turn",
         "held",
         "idle_since",
         "index",
@@ -268,8 +268,9 @@ class Sequence:
         """None: every block is hashed."""
         self.idle_since = 0.0
         """When the sequence became IDLE last, by the scheduler's clock."""
-        self.decoded_in = 0
-        """Last step that decoded it while tenants shared the steps (`DecodeShares`)."""
+        self.decode_turn = 0
+        """Number of its last turn where not all of its tenant's decode in a step (`DecodeShares`).
+        """
         self.clear_computed()
 
     def clear_computed(self) -> None:

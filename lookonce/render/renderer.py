@@ -184,7 +184,12 @@ class Renderer:
             large,
             tenant,
             lambda: read_messages(
-                messages, placeholder_ids, self._limits, self.max_model_len, roles
+                messages,
+                placeholder_ids,
+                self._limits,
+                self.max_model_len,
+                roles,
+                longest_token=self.tokenizer.longest_token if large else None,
             ),
         )
         scope = scope_digest(tenant, cache_salt)
@@ -201,6 +206,7 @@ class Renderer:
                     roles,
                     contents,
                     limit_pages=self._limit_pages,
+                    longest_token=self.tokenizer.longest_token,
                 ),
             )
         if self._family is not None and self._family.whole_prompt is not None:

@@ -70,6 +70,15 @@ def test_arguments_of_all_calls_together_have_so_many_values(monkeypatch):
     assert caught.value.param == "messages[1].tool_calls[2].function.arguments"
 
 
+def test_arguments_have_no_more_values_than_the_context_can_hold():
+    calls = [{"type": "function", "function": {"name": "f", "arguments": json.dumps([0] * 41)}}]
+    message = {"role": "assistant", "tool_calls": calls}
+    assert read_messages([message], (), {}, 10, longest_token=5)
+    with pytest.raises(BadRequestError, match="more than 40 commas") as caught:
+        read_messages([message], (), {}, 10, longest_token=4)
+    assert caught.value.param == "messages[0].tool_calls[0].function.arguments"
+
+
 def test_the_request_s_own_objects_are_not_changed():
     message = user(PICTURE, text("x"))
     read(message)

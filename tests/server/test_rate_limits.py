@@ -299,6 +299,8 @@ def test_tokens_that_are_only_counted_are_tokens(on_site, tmp_path, path):
         assert statuses[0] == 200
         assert statuses[-1] == 429
         assert "tokens per minute" in answer.text
+        for prompt in site.renderer.rendered:  # a read-only renderer pins nothing
+            site.renderer.release(prompt)
 
     limited_site(on_site, tmp_path, scenario, "[default]\ntokens_per_minute = 100")
 

@@ -92,7 +92,7 @@ class TenantSlots:
             raise
 
     def release(self, tenant: str) -> None:
-        queue = self._waiting.get(tenant, ())
+        queue = self._waiting.get(tenant) or deque()
         while queue:
             turn = queue.popleft()
             if not turn.done():

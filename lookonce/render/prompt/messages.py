@@ -57,18 +57,23 @@ def read_messages(
     documents: Mapping[str, Sequence[PartContent]] | None = None,
     *,
     limit_pages: bool = False,
+    longest_token: int | None = None,
 ) -> ParsedMessages:
     """Check and convert a request's messages. `limits` is media parts per modality; pages of
     documents count only if `limit_pages`. `documents` is what file parts are, by the part's name.
 
     Raises `BadRequestError` naming the part, e.g. `messages[1].content[0]`. More messages or parts
-    than `max_tokens` are refused before anything is converted.
+    than `max_tokens` are refused before anything is converted, and so are arguments of tool calls
+    whose commas and brackets alone would be more tokens, of `longest_token` characters at most.
     """
     if not messages:
         raise BadRequestError("messages must not be empty", param="messages")
     if max_tokens is not None:
         check_count(messages, max_tokens)
-    _check_arguments(messages)
+    most = MAX_ARGUMENT_VALUES
+    if max_tokens is not None and longest_token is not None:
+        most = min(most, max_tokens * longest_token)
+    _check_arguments(messages, most)
     chat = ParsedMessages()
     reader = _Reader(chat, documents or {}, roles)
     for number, message in enumerate(messages):
@@ -123,8 +128,8 @@ def check_count(messages: Sequence[object], most: int, field: str = "messages") 
                 raise _too_many(f"{field}[{number}].{name}", f"{count} parts up to here", most)
 
 
-def _check_arguments(messages: Sequence[object]) -> None:
-    """Refuse tool calls whose arguments would take long to decode."""
+def _check_arguments(messages: Sequence[object], most: int) -> None:
+    """Refuse tool calls whose arguments would take long to decode, or fit no prompt."""
     count = 0
     for number, message in enumerate(messages):
         calls = message.get("tool_calls") if isinstance(message, Mapping) else None
@@ -133,10 +138,10 @@ def _check_arguments(messages: Sequence[object]) -> None:
             arguments = function.get("arguments") if isinstance(function, Mapping) else None
             if isinstance(arguments, str):
                 count += sum(map(arguments.count, ",[{"))
-            if count > MAX_ARGUMENT_VALUES:
+            if count > most:
                 param = f"messages[{number}].tool_calls[{place}].function.arguments"
                 raise BadRequestError(
-                    f"{param}: the arguments up to here have more than {MAX_ARGUMENT_VALUES} "
+                    f"{param}: the arguments up to here have more than {most} "
                     "commas and brackets, which is the limit",
                     param=param,
                 )
