@@ -77,15 +77,17 @@ class DecodeShares:
         self._served: dict[str, _Served] = {}
         self._times = StepTimes()
         self._num_turns = 0
-        self._measures = False
+        self.measures = False
+        """Whether the last step was chosen for while several tenants were served."""
         self._planned_at = 0.0
 
     def choose(self, decodes: list[Sequence]) -> list[Sequence]:
         """Of `decodes`, in their order, those that the next step computes: all where one tenant is
         served."""
-        self._measures = not self._is_one_tenant
-        if not self._measures:
+        self.measures = not self._is_one_tenant
+        if not self.measures:
             return decodes
+        self._planned_at = self._state.clock()
         self._note_served()
         limits = row_limits(
             {tenant: (s.num_sequences, s.weight) for tenant, s in self._served.items()},
@@ -103,14 +105,9 @@ class DecodeShares:
                 sequence.decode_turn = self._num_turns
         return [sequence for sequence in decodes if sequence in chosen]
 
-    def note_planned(self) -> None:
-        """The step that was chosen for begins."""
-        if self._measures:
-            self._planned_at = self._state.clock()
-
     def note_done(self, plan: StepPlan) -> None:
         """The step has ended."""
-        if self._measures and plan.scheduled and _only_decodes(plan):
+        if plan.scheduled and _only_decodes(plan):
             self._times.note(len(plan.scheduled), self._state.clock() - self._planned_at)
 
     @property

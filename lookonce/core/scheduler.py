@@ -105,13 +105,12 @@ class Scheduler:
             self._encoder_connector.take_reports()
         if self._sessions.extended or self._sessions.filling:
             self._sessions.append_inputs()
-        plan = self._planner.plan()
-        self._planner.decode_shares.note_planned()
-        return plan
+        return self._planner.plan()
 
     def update_from_output(self, plan: StepPlan, result: StepResult) -> SchedulerOutput:
         """Apply what the runner computed for `plan`. Returns all output since the last call."""
-        self._planner.decode_shares.note_done(plan)
+        if self._planner.decode_shares.measures:
+            self._planner.decode_shares.note_done(plan)
         self._update.update(plan, result, self._planner.encode_owners, self._planner.encodes_from)
         return self.take_output()
 

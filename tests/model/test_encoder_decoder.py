@@ -13,8 +13,10 @@ import torch
 from transformers import AutoModelForSpeechSeq2Seq
 
 from lookonce.config import ModelConfig
+from lookonce.errors import LookOnceError
 from lookonce.model.families.encoder_decoder import CrossAttendingDecoder, EncoderDecoderFamily
 from lookonce.model.loader import load_model
+from lookonce.render.families.arrays import int64_array
 from lookonce.render.families.registry import load_family
 from lookonce.render.families.speech import SpeechProcessing
 from lookonce.types.media import feature_at
@@ -53,6 +55,9 @@ def subject(request, tmp_path_factory) -> Subject:
 def make_case(family: SpeechProcessing, prompt: list[int], clip: np.ndarray) -> Case:
     whole = family.process("audio", clip, {})
     family.check_processed(whole)
+    longer = {**whole.arrays, "num_samples": int64_array(len(clip) + 16_000 * 60)}
+    with pytest.raises(LookOnceError):  # whoever cuts windows out of it would never come to its end
+        family.check_processed(msgspec.structs.replace(whole, arrays=longer))
     item = family.window(whole, 0)
     name, array = next(iter(item.arrays.items()))
     key = hashlib.sha256(bytes(array.data)).digest()
