@@ -32,7 +32,7 @@ FILM_SIZE = {"shortest_edge": 128 * 32 * 32, "longest_edge": 768 * 32 * 32}
 
 class Qwen2_5OmniProcessing(ProcessorFamily):  # noqa: N801
     model_types = ("qwen2_5_omni_thinker", "qwen2_5_omni")
-    modalities = ("image", "audio")
+    modalities: tuple[Modality, ...] = ("image", "audio")
 
     def __init__(self, files: ProcessorFiles, dtype: str) -> None:
         super().__init__(files, dtype)
