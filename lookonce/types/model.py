@@ -251,6 +251,8 @@ ONE_IN_A_PROMPT: tuple[str, ...] = (
     "audioflamingo3",
     "fun_asr_nano",
     "glmasr",
+    "granite_speech",
+    "granite_speech_plus",
     "idefics2",
     "llava_onevision",
     "musicflamingo",

@@ -57,7 +57,7 @@ def _fun_asr_nano(scale: Scale, ids: Mapping[str, int]) -> Json:
         "adaptor_config": {
             "hidden_size": scale.hidden,
             "num_attention_heads": 2,
-            "intermediate_size": 32,
+            "intermediate_size": scale.hidden // 4,
             "num_hidden_layers": 1,
             "projector_hidden_size": 48,
         },
