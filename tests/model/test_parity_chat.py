@@ -16,20 +16,26 @@ from tests.support.model.serving import compare, expected_answers, serve
 PICTURES = ("Look at ", picture(1), " and ", picture(2, 90, 140), " well?")
 SOUNDS = ("Hear ", sound(1), " and ", sound(2, 1.3), " well?")
 BOTH = ("See ", picture(4, 64, 48), " hear ", sound(3, 0.7), " well?")
+ONE_SOUND = ("Hear ", sound(2, 1.3), " well?")
+PADS_TOGETHER = ("qwen3_omni",)
+"""Kinds of which transformers pads the sounds of a prompt to the longest, and hears the end of the
+shorter ones otherwise than alone."""
 TEXT = ("What now? " * 4,)
 
 
-def chats_of(modalities):
+def chats_of(kind, modalities):
     chats = [TEXT]
     chats += [PICTURES] if "image" in modalities else []
-    chats += [SOUNDS] if "audio" in modalities else []
+    sounds = ONE_SOUND if kind in PADS_TOGETHER else SOUNDS
+    chats += [sounds] if "audio" in modalities else []
     return [*chats, BOTH] if {"image", "audio"} <= set(modalities) else chats
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_chat_is_answered_as_hugging_face_answers_it(subjects, folder, kind, record_property):
     subject = subjects(kind)
-    cases = [chat_case(folder(kind), chat) for chat in chats_of(subject.loaded.info.modalities)]
+    chats = chats_of(kind, subject.loaded.info.modalities)
+    cases = [chat_case(folder(kind), chat) for chat in chats]
     for case in cases:
         assert case.token_ids.tolist() == case.reference["input_ids"][0].tolist()
     expected = expected_answers(folder(kind), subject.loaded.info, cases)

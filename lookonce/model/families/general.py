@@ -212,7 +212,7 @@ class GeneralMediaFamily(GeneralTextFamily):
 
     @property
     def row_width(self) -> int:
-        return self.hidden_size * (1 + self._deeper.count)
+        return self.hidden_size * (1 + self._deeper.count * self.merges)
 
     @property
     def largest_unsplittable(self) -> int:

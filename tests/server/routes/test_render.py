@@ -130,7 +130,7 @@ def chats_of(kind, modalities) -> list[dict[str, object]]:
     parts = [PICTURES] * ("image" in modalities) + [sounds] * ("audio" in modalities)
     if len(parts) == 2:
         parts.append((*SOUNDS[:1], *PICTURES[:1]))
-    parts += [(film_part(range(3), 4.0),)] * ("video" in modalities)
+    parts += [(film_part(range(3), 2.0),)] * ("video" in modalities)
     contents = [[text_part("Look. "), *part, text_part(" What now?")] for part in parts]
     return [{"messages": [{"role": "user", "content": c}], **SAMPLING} for c in contents]
 

@@ -29,7 +29,7 @@ from lookonce.render.prompt.tokenizer import Tokenizer
 from lookonce.render.renderer import Renderer
 from lookonce.types.request import RenderedPrompt
 from tests.support.model.cases import Case
-from tests.support.model_folders.general_media import MEDIA_KINDS
+from tests.support.model_folders.make import GENERAL_MEDIA_KINDS
 from tests.support.render import hugging_face
 from tests.support.render.doubles import FakeLoader
 
@@ -100,7 +100,7 @@ def reference(folder: Path, parts: Sequence[Part]) -> dict[str, torch.Tensor]:
     """Arguments of `generate`, without anything of ours."""
     conversation = [{"role": "user", "content": [_hugging_face_part(part) for part in parts]}]
     kind = hugging_face.model_type(folder)
-    if kind in (*hugging_face.PROCESSORS, *MEDIA_KINDS):
+    if kind in (*hugging_face.PROCESSORS, *GENERAL_MEDIA_KINDS):
         return hugging_face.chat_inputs(folder, conversation)
     if kind == "voxtral_realtime":
         return hugging_face.realtime_inputs(folder, [_decoded(part) for part in parts])

@@ -1288,7 +1288,7 @@ MEDIA_KINDS: dict[str, FolderKind] = {
         _muse_glimmer,
         image="<|patch|>",
         specials=("<|video|>", "<|image_start|>", "<|image_end|>"),
-        preprocessor=_pixels("MuseGlimmer", max_image_tokens=16),
+        preprocessor=_pixels("MuseGlimmer", max_image_tokens=12),
         processor="MuseGlimmer",
     ),
     "minimax_m3_vl": _kind(

@@ -37,6 +37,7 @@ PROCESSORS = {
     "qwen3_vl": "qwen3_vl.processing_qwen3_vl.Qwen3VLProcessor",
     "qwen3_vl_moe": "qwen3_vl.processing_qwen3_vl.Qwen3VLProcessor",
     "qwen2_5_omni_thinker": "qwen2_5_omni.processing_qwen2_5_omni.Qwen2_5OmniProcessor",
+    "qwen3_omni_moe_thinker": "qwen3_omni_moe.processing_qwen3_omni_moe.Qwen3OmniMoeProcessor",
     "qwen2_audio": "qwen2_audio.processing_qwen2_audio.Qwen2AudioProcessor",
 }
 """`model_type` → the processor class. Voxtral's needs mistral_common and its own tokenizer."""
@@ -79,7 +80,7 @@ def processor(folder: Path) -> Any:
         built = _general_processor(folder, given)
     elif kind == "qwen2_audio":
         built = _class(kind)(feature_extractor(folder), tokenizer)
-    elif kind == "qwen2_5_omni_thinker":
+    elif kind in ("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"):
         extractor = feature_extractor(folder)
         built = _without_video(_class(kind))(image_processor(folder), None, extractor, tokenizer)
     elif kind in WITHOUT_VIDEO:
