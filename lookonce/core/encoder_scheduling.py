@@ -231,6 +231,7 @@ class EncoderPrefetcher:
     ) -> None:
         self._state = state
         self._connector = connector
+        self._prefetch = self._encode_ahead if connector is None else self._encode_ahead_and_keep
         self._ahead_of_admission = ahead_of_admission
 
     def plan(self, step: StepPass) -> None:
@@ -283,7 +284,20 @@ class EncoderPrefetcher:
             return self._state.num_cached_tokens(sequence)
         return sequence.num_computed
 
-    def _prefetch(
+    def _encode_ahead_and_keep(
+        self, sequence: Sequence, index: int, step: StepPass, rows_left: int
+    ) -> int | None:
+        """As `_encode_ahead`, but for what external tiers have given, or are asked for."""
+        connector, feature = self._connector, sequence.request.features[index]
+        assert connector is not None
+        if connector.holds(feature.key):
+            return 0
+        rows = self._encode_ahead(sequence, index, step, rows_left)
+        if rows:
+            connector.note_encoding(sequence.request, [(feature.key, rows)])
+        return rows
+
+    def _encode_ahead(
         self, sequence: Sequence, index: int, step: StepPass, rows_left: int
     ) -> int | None:
         """Rows encoded for the item: 0 when it needs nothing; None when there is no room for it."""
@@ -291,8 +305,6 @@ class EncoderPrefetcher:
         feature = request.features[index]
         item = request.items.get(feature.key)
         if item is None or cache.has_anywhere(feature.key):
-            return 0
-        if self._connector is not None and self._connector.holds(feature.key):
             return 0
         rows = feature.num_embeds
         if rows > rows_left or not step.encoder.affords(rows):
@@ -302,8 +314,6 @@ class EncoderPrefetcher:
         sequence.prefetched[index] = feature.key
         self._state.counters.encoder_prefetches += 1
         step.add_encode(feature.key, item, rows, request.reuse_stats, index)
-        if self._connector is not None:
-            self._connector.note_encoding(request, [(feature.key, rows)])
         return rows
 
 
