@@ -133,8 +133,6 @@ class EncoderCache:
                 return None
             evicted = self._evict_until(self.capacity_bytes - num_bytes)
         self._used_bytes += num_bytes
-        if self._changed is not None:
-            self._changed.add(key)
         if holder is None:
             entry = entries[key] = EncoderCacheEntry(key, num_bytes, self._usual_cost)
             self._unheld_bytes += num_bytes
@@ -177,8 +175,6 @@ class EncoderCache:
         if self._used_bytes + total > self.capacity_bytes:
             self._evict_until(self.capacity_bytes - total)
         entries.update(new)
-        if self._changed is not None:
-            self._changed.update(new)
         held = self._held.get(holder)
         if held is None:
             self._held[holder] = new
@@ -201,8 +197,6 @@ class EncoderCache:
         if self._used_bytes + num_bytes > self.capacity_bytes:
             self._evict_until(self.capacity_bytes - num_bytes)
         self._entries[key] = EncoderCacheEntry(key, num_bytes, self._usual_cost)
-        if self._changed is not None:
-            self._changed.add(key)
         self._used_bytes += num_bytes
         self._unheld_bytes += num_bytes
         self._awaited[key] = None
@@ -346,6 +340,7 @@ class EncoderCache:
     def watch(self) -> None:
         """From now on `take_changes` says which outputs have come and gone."""
         self._changed = self.host.changed = set(self._entries) | set(self.host.copies)
+        self._entries = WatchedEntries(self._entries, self._changed)
 
     def take_changes(self) -> tuple[list[bytes], list[bytes]]:
         """Keys that are held, on the device or the host, and were not at the last call; and those
@@ -418,15 +413,11 @@ class EncoderCache:
         self._unheld_bytes -= freed
         self._used_bytes -= freed
         evicted = tuple([entry.key for entry in left])
-        if self._changed is not None:
-            self._changed.update(evicted)
         self._dropped += evicted
         return evicted
 
     def _drop(self, entry: EncoderCacheEntry) -> None:
         del self._entries[entry.key]
-        if self._changed is not None:
-            self._changed.add(entry.key)
         self._order.remove(entry)
         if entry.key in self._awaited:
             self._forget_awaited(entry)
@@ -436,6 +427,27 @@ class EncoderCache:
     def _forget_awaited(self, entry: EncoderCacheEntry) -> None:
         del self._awaited[entry.key]
         self._awaited_bytes -= entry.num_bytes
+
+
+class WatchedEntries(dict[bytes, "EncoderCacheEntry"]):
+    """Entries that add to a set each key that comes or goes, by the operations that the cache uses:
+    so that a cache that nobody watches does nothing for it."""
+
+    def __init__(self, entries: dict[bytes, EncoderCacheEntry], changed: set[bytes]) -> None:
+        super().__init__(entries)
+        self._changed = changed
+
+    def __setitem__(self, key: bytes, entry: EncoderCacheEntry) -> None:
+        self._changed.add(key)
+        super().__setitem__(key, entry)
+
+    def __delitem__(self, key: bytes) -> None:
+        self._changed.add(key)
+        super().__delitem__(key)
+
+    def update(self, new: dict[bytes, EncoderCacheEntry]) -> None:  # type: ignore[override]
+        self._changed.update(new)
+        super().update(new)
 
 
 class EncoderCacheEntry(msgspec.Struct, gc=False):

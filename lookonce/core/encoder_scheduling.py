@@ -231,15 +231,8 @@ class EncoderPrefetcher:
     ) -> None:
         self._state = state
         self._connector = connector
-        self._is_known = state.encoder_cache.has_anywhere
-        if connector is not None:
-            self._is_known = self._is_held_or_loaded
+        self._prefetch = self._encode_ahead if connector is None else self._encode_ahead_and_keep
         self._ahead_of_admission = ahead_of_admission
-
-    def _is_held_or_loaded(self, key: bytes) -> bool:
-        connector = self._connector
-        held = self._state.encoder_cache.has_anywhere(key)
-        return held or (connector is not None and connector.holds(key))
 
     def plan(self, step: StepPass) -> None:
         """Add encoder runs while there is budget and room: prompts first, in order of arrival."""
@@ -291,14 +284,27 @@ class EncoderPrefetcher:
             return self._state.num_cached_tokens(sequence)
         return sequence.num_computed
 
-    def _prefetch(
+    def _encode_ahead_and_keep(
+        self, sequence: Sequence, index: int, step: StepPass, rows_left: int
+    ) -> int | None:
+        """As `_encode_ahead`, but for what external tiers have given, or are asked for."""
+        connector, feature = self._connector, sequence.request.features[index]
+        assert connector is not None
+        if connector.holds(feature.key):
+            return 0
+        rows = self._encode_ahead(sequence, index, step, rows_left)
+        if rows:
+            connector.note_encoding(sequence.request, [(feature.key, rows)])
+        return rows
+
+    def _encode_ahead(
         self, sequence: Sequence, index: int, step: StepPass, rows_left: int
     ) -> int | None:
         """Rows encoded for the item: 0 when it needs nothing; None when there is no room for it."""
         request, cache = sequence.request, self._state.encoder_cache
         feature = request.features[index]
         item = request.items.get(feature.key)
-        if item is None or self._is_known(feature.key):
+        if item is None or cache.has_anywhere(feature.key):
             return 0
         rows = feature.num_embeds
         if rows > rows_left or not step.encoder.affords(rows):
@@ -308,8 +314,6 @@ class EncoderPrefetcher:
         sequence.prefetched[index] = feature.key
         self._state.counters.encoder_prefetches += 1
         step.add_encode(feature.key, item, rows, request.reuse_stats, index)
-        if self._connector is not None:
-            self._connector.note_encoding(request, [(feature.key, rows)])
         return rows
 
 
