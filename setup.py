@@ -4,8 +4,8 @@ The CPU kernels are built once for each variant of CPU, side by side, and never 
 built on: lookonce/model/native/compiled.py chooses among them when it is imported. Without a
 compiler the package installs without any of it: torch, NumPy and Python do the work.
 
-With `LOOKONCE_COMPILE=0` nothing is compiled: `make setup` has compiled it before, while it installed
-the libraries.
+With `LOOKONCE_COMPILE=0` nothing is compiled: `make setup` has compiled it before, while it
+installed the libraries.
 """
 
 import os

@@ -2,8 +2,8 @@
 
     python tools/clients_table.py RESULTS.xml > docs/clients.md
 
-`RESULTS.xml` is what `pytest --junitxml` wrote; `make test-clients` does both. Versions are those of
-the environment that this runs in, and of `tests/clients/node`.
+`RESULTS.xml` is what `pytest --junitxml` wrote; `make test-clients` does both. Versions are those
+of the environment that this runs in, and of `tests/clients/node`.
 """
 
 import json
@@ -15,7 +15,7 @@ from xml.etree import ElementTree
 
 NODE = Path(__file__).parents[1] / "tests" / "clients" / "node" / "node_modules"
 CLIENTS = (
-    ("OpenAI's client for Python", "openai", r"end_to_end.test_openai_client|end_to_end.test_responses"),
+    ("OpenAI's client for Python", "openai", r"end_to_end.test_(openai_client|responses)"),
     ("OpenAI's Agents SDK (realtime)", "openai-agents", r"test_realtime_agents"),
     ("Anthropic's client for Python", "anthropic", r"test_anthropic"),
     ("LangChain", "langchain-openai", r"test_langchain"),
@@ -34,8 +34,8 @@ CLIENTS = (
 HEAD = """\
 # Clients of other makers
 
-Each was used as published, in the version named, against a real server with nano. This page is printed by `make test-clients`
-(`tools/clients_table.py`); the tests are in `tests/clients`.
+Each was used as published, in the version named, against a real server with nano. This page is
+printed by `make test-clients` (`tools/clients_table.py`); the tests are in `tests/clients`.
 
 | client | package | version | tests passed | what was tried |
 |---|---|---|---|---|"""

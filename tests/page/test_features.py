@@ -119,7 +119,7 @@ def test_an_answer_is_read_as_markdown_and_nothing_in_it_is_run(reciting, open_s
     expect(links.first).to_have_attribute("rel", re.compile("noopener"))
     expect(said.locator("p").first).to_contain_text("not that")
     expect(said.locator("p").first).to_contain_text("5 < 6, $5 and $6.")
-    expect(said.locator("p br")).to_have_count(1)
+    expect(said.locator("p br")).to_have_count(2)
     expect(said.get_by_role("cell", name="4")).to_have_css("text-align", "right")
     expect(said.get_by_role("checkbox", name="done")).to_be_checked()
     expect(said.locator("ol li")).to_have_text("nested")
