@@ -38,7 +38,8 @@ from lookonce.frontend.responses import (
 )
 from lookonce.frontend.sampling_params import grammar_of
 from lookonce.render.media.external_items import ExternalItem, encode_kwargs
-from lookonce.server.http.body import decoded_body, parse, receive
+from lookonce.render.prompt.messages import in_thread_if
+from lookonce.server.http.body import SMALL_BODY_BYTES, parse, receive
 from lookonce.server.http.unknown_fields import suggestion
 from lookonce.server.routes.serving_base import ServingContext, open_context, respond
 from lookonce.types.media import MODALITIES, MediaFeature, Modality, ProcessedItem
@@ -109,7 +110,7 @@ async def generate(request: Request) -> Response:
     body = await receive(request, GenerateRequest)
     context = open_context(request, body, arrival)
     raw, close = raw_bytes(body.sampling_params), context.services.defaults.closed_schemas
-    sampling = await decoded_body(raw, lambda: sampling_of(raw, close=close))
+    sampling = await in_thread_if(len(raw) > SMALL_BODY_BYTES, sampling_of, raw, close=close)
     return await respond(request, context, GenerateResponseBuilder(context, body, sampling))
 
 

@@ -93,6 +93,7 @@ class Body(msgspec.Struct):
 
     values: list[int] = []
     media: str = ""
+    nested: object = None
     made_in: int = 0
 
     def __post_init__(self) -> None:
@@ -122,6 +123,20 @@ def test_a_body_of_many_values_is_read_beside_the_loop():
     many = received(json.dumps({"values": [1] * SMALL_BODY_BYTES}).encode())
     assert len(many.values) == SMALL_BODY_BYTES
     assert many.made_in != threading.get_ident()
+
+
+def test_what_a_thread_has_decoded_is_not_nested_too_deeply_for_the_loop_to_encode():
+    """The stack of a thread is shallower than the event loop's."""
+    outcomes = set()
+    for depth in range(600, 1000, 20):
+        many = ("1," * SMALL_BODY_BYTES)[:-1]
+        body = f'{{"values": [{many}], "nested": {"[" * depth}{"]" * depth}}}'
+        try:
+            msgspec.json.encode(received(body.encode()).nested)
+            outcomes.add("read")
+        except BadRequestError as refused:
+            outcomes.add(refused.message)
+    assert outcomes == {"read", "the body is nested too deeply"}
 
 
 def test_so_is_what_is_wrong_with_it_found():
