@@ -125,6 +125,17 @@ def test_a_body_of_many_values_is_read_beside_the_loop():
     assert many.made_in != threading.get_ident()
 
 
+def test_so_is_what_is_wrong_with_it_found():
+    with pytest.raises(BadRequestError) as caught:
+        received(json.dumps({"values": [*[1] * SMALL_BODY_BYTES, None]}).encode())
+    assert caught.value.param == f"values[{SMALL_BODY_BYTES}]"
+
+
+@pytest.mark.parametrize("body", [{"values": [1, 2]}, {"media": "A" * 10_000_000, "values": [1]}])
+def test_small_bodies_and_media_are_read_on_the_loop_without_a_detour(body):
+    assert received(json.dumps(body).encode()).made_in == threading.get_ident()
+
+
 def test_what_a_thread_has_decoded_is_not_nested_too_deeply_for_the_loop_to_encode():
     """The stack of a thread is shallower than the event loop's."""
     outcomes = set()
@@ -137,17 +148,6 @@ def test_what_a_thread_has_decoded_is_not_nested_too_deeply_for_the_loop_to_enco
         except BadRequestError as refused:
             outcomes.add(refused.message)
     assert outcomes == {"read", "the body is nested too deeply"}
-
-
-def test_so_is_what_is_wrong_with_it_found():
-    with pytest.raises(BadRequestError) as caught:
-        received(json.dumps({"values": [*[1] * SMALL_BODY_BYTES, None]}).encode())
-    assert caught.value.param == f"values[{SMALL_BODY_BYTES}]"
-
-
-@pytest.mark.parametrize("body", [{"values": [1, 2]}, {"media": "A" * 10_000_000, "values": [1]}])
-def test_small_bodies_and_media_are_read_on_the_loop_without_a_detour(body):
-    assert received(json.dumps(body).encode()).made_in == threading.get_ident()
 
 
 def test_token_ids_outside_of_the_vocabulary_are_named_and_not_left_out_of_the_text(folder):
