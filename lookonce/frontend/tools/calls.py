@@ -540,13 +540,21 @@ def _json(schema: Json) -> str:
 def _form(form: Grammar, dialect: ToolDialect) -> str:
     match form.kind:
         case "json_schema" if dialect.format.name != "llama3":
-            return _json(json.loads(form.source))
+            return _json(_schema_of(form))
         case "choice" if dialect.format.name != "llama3":
             return CHOICE
     # A regex or grammar may begin as calls do, and so may any form where calls have no markers.
     raise BadRequestError(
         f"{form.param} cannot be used with tools here, unless tool_choice is none", param=form.param
     )
+
+
+def _schema_of(form: Grammar) -> Json:
+    try:
+        schema: Json = json.loads(form.source)
+    except RecursionError:
+        raise BadRequestError(f"{form.param}: nested too deeply", param=form.param) from None
+    return schema
 
 
 def _text(text: str) -> str:

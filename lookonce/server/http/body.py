@@ -55,6 +55,9 @@ MAX_LOCATED = 1 << 16
 """Commas of a body that is searched for the part at fault, in Python; in others it is named as
 msgspec does, which may leave positions out (`messages[...]`)."""
 SLICE_BYTES = 1 << 20
+HEADROOM = 200
+"""Frames that a thread adds to its stack before it decodes: the event loop's stack is deeper, and
+what is nested too deeply to be encoded there must not be decoded."""
 
 
 async def receive(request: Request, kind: type[T]) -> T:
@@ -108,13 +111,17 @@ async def decoded_body(request: Request, body: bytes, decode: Callable[[], D]) -
 
     def checked() -> D:
         _check_count(body)
-        return decode()
+        return _deeper(HEADROOM, decode)
 
     if not _has_many_values(body):
         return decode()
     services: Services = request.app.state.services
     principal: Principal = request.state.principal
     return await services.renderer.in_turn_if(True, principal.tenant, checked)
+
+
+def _deeper(frames: int, work: Callable[[], D]) -> D:
+    return _deeper(frames - 1, work) if frames else work()
 
 
 def _has_many_values(body: bytes) -> bool:

@@ -176,6 +176,15 @@ def test_the_schema_at_fault_is_named(compiler, form):
     assert "tool_call" not in caught.value.message
 
 
+def test_a_form_that_is_nested_too_deeply_is_refused_by_its_name():
+    """A request's schema was encoded on another stack than it is read again on."""
+    form = Grammar(
+        kind="json_schema", source='{"a":' * 5000 + "1" + "}" * 5000, param="guided_json"
+    )
+    with pytest.raises(BadRequestError, match="guided_json: nested too deeply"):
+        usable("hermes", "auto").constrain(SamplingParams(grammar=form))
+
+
 def test_free_tools_need_no_grammar():
     free = [Tool(type="function", function=Function(name="now"))]
     asked = read_tools(free, None, None)

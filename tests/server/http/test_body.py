@@ -94,6 +94,7 @@ class Body(msgspec.Struct):
 
     values: list[int] = []
     media: str = ""
+    nested: object = None
     made_in: int = 0
 
     def __post_init__(self) -> None:
@@ -161,6 +162,20 @@ def test_so_is_what_is_wrong_with_it_found():
 @pytest.mark.parametrize("body", [{"values": [1, 2]}, {"media": "A" * 10_000_000, "values": [1]}])
 def test_small_bodies_and_media_are_read_on_the_loop_without_a_detour(body):
     assert received(json.dumps(body).encode()).made_in == threading.get_ident()
+
+
+def test_what_a_thread_has_decoded_is_not_nested_too_deeply_for_the_loop_to_encode():
+    """The stack of a thread is shallower than the event loop's."""
+    outcomes = set()
+    for depth in range(600, 1000, 20):
+        many = ("1," * SMALL_BODY_BYTES)[:-1]
+        body = f'{{"values": [{many}], "nested": {"[" * depth}{"]" * depth}}}'
+        try:
+            msgspec.json.encode(received(body.encode()).nested)
+            outcomes.add("read")
+        except BadRequestError as refused:
+            outcomes.add(refused.message)
+    assert outcomes == {"read", "the body is nested too deeply"}
 
 
 def test_token_ids_outside_of_the_vocabulary_are_named_and_not_left_out_of_the_text(folder):
