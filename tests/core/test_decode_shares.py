@@ -15,8 +15,8 @@ from tests.support.core.builders import Limits, request, text
 from tests.support.core.engine import Engine
 from tests.support.core.fake_runner import FakeRunner
 
-LIMITS = Limits(num_blocks=2000, max_num_batched_tokens=64, max_num_seqs=40)
-MANY, NUM_TOKENS = 32, 150
+LIMITS = Limits(num_blocks=1000, max_num_batched_tokens=64, max_num_seqs=40)
+MANY, NUM_TOKENS = 32, 80
 FIXED, EACH = 0.001, 0.0005
 
 
@@ -87,7 +87,7 @@ def test_the_sequences_of_the_other_tenant_take_turns() -> None:
 def test_nobody_is_limited_where_more_sequences_take_no_longer() -> None:
     engine = TimedEngine(fixed=0.01, each=0.0)
     busy(engine)
-    engine.add(answering("one", "one", 100))
+    engine.add(answering("one", "one", 50))
     engine.seconds_to_end("one")
     limited = [p for p in engine.plans[8:] if len(p.scheduled) < MANY]
     assert len(limited) <= 2  # until that was measured
