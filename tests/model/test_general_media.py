@@ -291,6 +291,7 @@ def test_embeddings_of_each_layer_that_are_dropped_are_found(folder, monkeypatch
     assert_refused(family, examples)
 
 
+@needs_all
 def test_an_item_longer_than_a_window_is_refused(folder, without_own):
     """Where items attend to themselves in both directions, what lies beyond a window differs, and
     none that was compared was as long."""
