@@ -117,6 +117,7 @@ def prove_media(
     refused: ModelLoadError | None = None
     for merges in (False, True):
         family.merges = merges
+        family.attend_both_ways((), 0)
         try:
             prompts = [_media_prompt(family, example, dtype, device) for example in examples]
             found = _media_error(family, prompts, dtype, device)
@@ -144,7 +145,6 @@ def _media_error(
     Prompts are cut inside their items, and not; if either way differs from transformers, items are
     taken to attend to themselves in both directions, and are not cut.
     """
-    family.attend_both_ways((), 0)
     with _short_windows(family, SHORT_WINDOW):
         theirs = _transformers_logits(family, prompts, device)
         cut = [_cuts_inside(prompt) for prompt in prompts]

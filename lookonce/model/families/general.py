@@ -287,12 +287,13 @@ class GeneralMediaFamily(GeneralTextFamily):
         return rows
 
     def _check_window(self, modality: Modality, item: Tensors) -> None:
-        """Whether an item that attends to itself in both directions fits into the shortest window:
-        what is beyond is seen in some types and not in others. Raises `ValueError`."""
+        """Whether an item that attends to itself in both directions fits into the shortest window,
+        as those did that were compared: what is beyond is seen in some types and not in others.
+        Raises `ValueError`."""
         windows = [layer.call.sliding_window for layer in self._attention]
         shortest = min((window for window in windows if window), default=None)
         length = item["input_ids"].shape[1]
-        if shortest is not None and length > shortest:
+        if shortest is not None and self._largest_unsplittable <= shortest < length:
             raise ValueError(
                 f"the {modality} has {length} tokens, but the model's sliding window {shortest}"
             )
