@@ -72,16 +72,21 @@ class Embedding(msgspec.Struct, kw_only=True):
     """Numbers, or base64 of little-endian float32."""
 
 
-class EmbeddingList(msgspec.Struct, kw_only=True):
-    """`/v1/embeddings`."""
+class PooledAnswer(msgspec.Struct, kw_only=True):
+    """What the lists of embeddings, pooled outputs and scores have in common."""
 
     id: str
     object: str = "list"
     created: int
     model: str
-    data: list[Embedding]
     usage: Usage
     reuse_receipt: ReuseReceipt | UnsetType = UNSET
+
+
+class EmbeddingList(PooledAnswer, kw_only=True):
+    """`/v1/embeddings`."""
+
+    data: list[Embedding]
 
 
 class PooledOutput(msgspec.Struct, kw_only=True):
@@ -90,16 +95,10 @@ class PooledOutput(msgspec.Struct, kw_only=True):
     data: list[float | list[float]] | str
 
 
-class PoolingList(msgspec.Struct, kw_only=True):
+class PoolingList(PooledAnswer, kw_only=True):
     """`/pooling`."""
 
-    id: str
-    object: str = "list"
-    created: int
-    model: str
     data: list[PooledOutput]
-    usage: Usage
-    reuse_receipt: ReuseReceipt | UnsetType = UNSET
 
 
 class Score(msgspec.Struct, kw_only=True):
@@ -108,16 +107,10 @@ class Score(msgspec.Struct, kw_only=True):
     score: float
 
 
-class ScoreList(msgspec.Struct, kw_only=True):
+class ScoreList(PooledAnswer, kw_only=True):
     """`/v1/score`."""
 
-    id: str
-    object: str = "list"
-    created: int
-    model: str
     data: list[Score]
-    usage: Usage
-    reuse_receipt: ReuseReceipt | UnsetType = UNSET
 
 
 class RankedDocument(msgspec.Struct, kw_only=True):
