@@ -22,6 +22,7 @@ from starlette.routing import BaseRoute, Route
 from lookonce.config import Config
 from lookonce.frontend.frontend import RenderOnlyEngine
 from lookonce.frontend.metrics import Metrics
+from lookonce.frontend.savings import Savings
 from lookonce.render.families.base import LargestItem
 from lookonce.render.media.pool import share_of_workers
 from lookonce.render.readonly import ReadOnlyRenderer
@@ -156,6 +157,7 @@ def _warmup_services(services: Services, renderer: ReadOnlyRenderer) -> Services
         readonly=renderer,
         engine=WarmupEngine(),
         metrics=Metrics(services.config.model.served_name),
+        savings=Savings(),
         keys=KeyRing(()),
         guard=RequestGuard(),
         drain=Drain(),

@@ -102,7 +102,7 @@ def test_all_of_it_by_keyboard(nano, open_page):
     expect(answers(page)).to_contain_text("I am a tiny model")
     expect(page.locator(".receipt")).to_have_count(1)
     expect(question).to_be_focused()
-    reach(page, "summary")
+    reach(page, ".receipt summary")
     page.keyboard.press("Enter")
     expect(page.locator(".receipt")).not_to_have_attribute("open", re.compile(".*"))
     reach(page, "#open-settings")

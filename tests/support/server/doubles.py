@@ -124,7 +124,8 @@ class ByteRenderer:
                     tokens += f"[{part['file']['filename']}]".encode()
                     continue
                 field = next(field for field in MEDIA_FIELDS if field in part)
-                kind, source = MEDIA_FIELDS[field], next(iter(part[field].values()))
+                kind = MEDIA_FIELDS[field]
+                source = part[field].get("url") or part[field]["data"]
                 key = str(source).encode().rjust(32, b"0")[-32:]
                 features.append(feature_at(key, kind, EXPANSION, len(tokens)))
                 items.append(RenderedItem(key, key, kind, EXPANSION, None, outcome="hit"))
