@@ -174,6 +174,11 @@ class Request:
         last = self.features.needed_until(self.missing)
         self.last_missing_end = min(last, self.num_prompt_tokens)
 
+    def release_items(self) -> None:
+        """It has ended. Without it they would live as long as it does: until the next collection of
+        garbage, since a request and its sequences refer to each other."""
+        self.items, self.items_in_order = {}, None
+
     def items_of(self, indices: range) -> list[ProcessedItem] | None:
         """The items of a range of features; None unless the engine has all of them."""
         if self.items_in_order is not None:

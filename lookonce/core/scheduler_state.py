@@ -151,6 +151,7 @@ class SchedulerState:
             self.queues.turns.charge(request, sequence.num_generated)
         if request.finished:
             self.queues.forget(request)
+            request.release_items()
             self.output.released.append(request.request_id)
             for call in self.on_end:
                 call(request)
