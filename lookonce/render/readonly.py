@@ -180,9 +180,11 @@ async def open_readonly(
     directory: Peekable | None = None,
     uuids: UuidBindings | None = None,
     counts: Counts | None = None,
+    reads_headers: bool = True,
 ) -> AsyncIterator[ReadOnlyRenderer]:
     """The read-only renderer beside `main`; it reads `directory` and `uuids`, if given.
 
+    Without `reads_headers` it decodes every new picture, also where only its tokens are asked for.
     What it counts is in `counts` under names that begin with `readonly_`.
     """
     memory = ReadOnlyDirectory(directory, _item_bytes(media))
@@ -196,6 +198,7 @@ async def open_readonly(
             uuids=ReadOnlyBindings(uuids),
             loader=loader,
             stats=RenderStats(fetched, counts, COUNTS_PREFIX),
+            reads_headers=reads_headers,
         )
         resolver.stats.show(main._encoder.placeholder_ids)
     try:

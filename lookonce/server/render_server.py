@@ -39,7 +39,7 @@ async def open_render_services(config: Config) -> AsyncIterator[Services]:
             max_model_len=config.model.max_model_len,
         ) as renderer,
         open_readonly(renderer, config.media, counts=counts) as readonly,
-        open_readonly(renderer, config.media) as warmup_renderer,
+        open_readonly(renderer, config.media, reads_headers=False) as warmup_renderer,
     ):
         metrics = Metrics(config.model.served_name, config.server.vllm_metric_names, counts)
         yield Services(

@@ -397,7 +397,7 @@ async def open_services(
                 counts=counts,
             ) as readonly,
             limits_learned(client, readonly),
-            open_readonly(frontend.renderer, config.media) as warmup_renderer,
+            open_readonly(frontend.renderer, config.media, reads_headers=False) as warmup_renderer,
             AbortPeers(folder, index, config.server.api_processes, running.abort) as abort_peers,
             VoiceDetectors() as detectors,
             open_response_store(config.server.responses, folder) as responses,

@@ -28,7 +28,9 @@ def log(caplog):
 @asynccontextmanager
 async def stage(node):
     """The node with a renderer to warm up with, and its app."""
-    async with open_readonly(node.services.renderer, node.services.config.media) as warmup_renderer:
+    async with open_readonly(
+        node.services.renderer, node.services.config.media, reads_headers=False
+    ) as warmup_renderer:
         node.services.warmup_renderer = warmup_renderer
         yield node, build_app(node.services)
 

@@ -219,12 +219,12 @@ class SenderCache:
 
     def asked(self, rendered: RenderedPrompt, keys: Iterable[bytes]) -> None:
         """Count the items of a `ResendMedia`, before any of them is made again."""
-        expected = {part.key for part in rendered.items if part.outcome != "not_needed"}
+        not_needed = {part.key for part in rendered.items if part.outcome == "not_needed"}
         for key in keys:
-            if key in expected:
-                self._resends.add()
-            else:
+            if key in not_needed:  # whatever copies of it further on in the prompt count as
                 self._asks.add()
+            else:
+                self._resends.add()
 
     def to_recover(
         self, rendered: RenderedPrompt, keys: Iterable[bytes]

@@ -276,9 +276,12 @@ class MediaResolver:
         uuids: NameBindings,
         loader: Loader,
         stats: RenderStats | None = None,
+        reads_headers: bool = False,
     ) -> MediaResolver:
-        """A resolver that shares the family and the pool, but has its own directory and counts, and
-        decodes no picture whose tokens its headers tell."""
+        """A resolver that shares the family and the pool, but has its own directory and counts.
+
+        `reads_headers`: it decodes no picture whose tokens its headers tell.
+        """
         return MediaResolver(
             family=self._family,
             directory=directory,
@@ -289,7 +292,7 @@ class MediaResolver:
             cost_limits=self._cost_limits,
             algorithm=self._algorithm,
             stats=stats,
-            sizes=ExpansionsBySize(self._family, self._pool.run),
+            sizes=ExpansionsBySize(self._family, self._pool.run) if reads_headers else None,
         )
 
     async def resolve(
