@@ -9,7 +9,7 @@ from functools import wraps
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from PIL import Image, PngImagePlugin
 
@@ -86,6 +86,7 @@ def test_where_only_decoding_tells_there_is_no_answer() -> None:
     changes=st.lists(st.tuples(st.integers(0, 160), st.integers(0, 255)), max_size=4),
     cut=st.integers(0, 400) | st.none(),
 )
+@example(saving=("JPEG", {}), turn=5, changes=[(48, 1)], cut=None)
 @settings(max_examples=300, deadline=None)
 def test_headers_and_decoder_agree_whatever_the_bytes(
     saving: tuple[str, dict[str, object]],

@@ -31,6 +31,8 @@ ORIENTATION = 0x0112
 TURNED = frozenset({5, 6, 7, 8})
 """EXIF orientations that swap width and height."""
 MAX_TAGS = 512
+TYPE_BYTES = (0, 1, 1, 2, 4, 8, 1, 1, 2, 4, 8, 4, 8)
+"""Of a value of each TIFF type, 1 to 12."""
 FRAMES = frozenset({0xC0, 0xC1, 0xC2})
 """JPEG: baseline, extended and progressive, with Huffman codes. Others are rare."""
 JPEG_SEGMENTS = frozenset({0xC4, 0xDB, 0xDD, 0xE0, 0xE1, 0xE2, 0xED, 0xEE, 0xFE})
@@ -155,7 +157,14 @@ def _orientation(tiff: memoryview) -> int | None:
         return None
     found = 1
     for number in range(count):
-        tag, kind, values, value = struct.unpack_from(f"{order}HHIH", tiff, at + 2 + 12 * number)
+        entry = at + 2 + 12 * number
+        tag, kind, values, value = struct.unpack_from(f"{order}HHIH", tiff, entry)
+        if not 1 <= kind < len(TYPE_BYTES):
+            return None
+        nbytes = TYPE_BYTES[kind] * values
+        (begin,) = struct.unpack_from(f"{order}I", tiff, entry + 8)
+        if nbytes > 4 and begin + nbytes > len(tiff):
+            return None  # a decoder that cannot read one entry may pass over all
         if tag == ORIENTATION:
             if kind != 3 or values != 1 or not 1 <= value <= 8:
                 return None
