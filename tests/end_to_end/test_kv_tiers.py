@@ -109,7 +109,7 @@ def test_a_valkey_that_hangs_dies_and_comes_back_never_costs_an_answer(
 
 
 def timeouts(server: LiveServer) -> float:
-    return server.metrics().get("kv_tier_failures_total:valkey:timeout", 0.0)
+    return server.metrics().get("kv_tier_failures_total:timeout:valkey", 0.0)
 
 
 def test_a_block_that_is_lost_is_computed_again(valkey: ValkeyServer, other: LiveServer) -> None:
