@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
+import msgspec
+import numpy as np
 import pytest
 
+from lookonce.types.media import Array
 from lookonce.types.request import GenerateRequest
 from lookonce.types.sampling import SamplingParams
-from tests.support.core.builders import Limits, feature, model_info, request, text
+from tests.support.core.builders import Limits, feature, item_for, model_info, request, text
 from tests.support.core.engine import Engine
 from tests.support.core.fake_runner import reference
 
@@ -43,6 +49,31 @@ class TestEncoding:
             engine.run()
         assert engine.runner.encoded == [X.key]
         assert engine.scheduler.stats()["encoder_cache_bytes"] == 64
+
+    @pytest.mark.parametrize("ends", [True, False], ids=["answered", "aborted"])
+    def test_the_items_of_a_request_go_with_it_whenever_garbage_is_collected(
+        self, ends: bool
+    ) -> None:
+        """They are the memory of pictures: slabs, which others wait for, or copies of 25 MB."""
+        engine = Engine(Limits(max_num_batched_tokens=8, max_encoder_tokens=8))
+        pixels = np.zeros(64, np.uint8)
+        kept = weakref.ref(pixels)
+        arrays = {"pixel_values": Array("uint8", (64,), pixels.data)}
+        items = {X.key: msgspec.structs.replace(item_for(X), arrays=arrays)}
+        del pixels, arrays
+        gc.disable()
+        try:
+            engine.scheduler.add(request("a", text(40), [X]), items)
+            del items
+            engine.step()
+            assert kept() is not None
+            if not ends:
+                engine.scheduler.abort("a")
+            engine.run()
+            engine.plans.clear()
+            assert kept() is None
+        finally:
+            gc.enable()
 
     def test_the_encoding_time_goes_to_the_feature_that_caused_it(self) -> None:
         engine = Engine()
