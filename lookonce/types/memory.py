@@ -39,11 +39,6 @@ def allocated_bytes() -> int:
     return int(info.uordblks + info.hblkhd)
 
 
-def freed_bytes() -> int:
-    """Bytes that were freed but are kept for what is allocated next; 0 without glibc."""
-    return 0 if GLIBC is None else int(GLIBC.mallinfo2().fordblks)
-
-
 def give_memory_back() -> None:
     """Return what was freed to the system, where the C library can (glibc's `malloc_trim`)."""
     if GLIBC is not None:

@@ -8,7 +8,6 @@ import pytest
 
 from lookonce.core import preemption
 from lookonce.core.scheduler_state import SchedulerOutput
-from lookonce.engine.process import step_loop
 from lookonce.engine.process.engine_core import EngineCore
 from lookonce.engine.process.step_loop import (
     AddCommand,
@@ -83,41 +82,6 @@ def test_who_waits_for_an_idle_session_gets_its_place_though_nothing_else_happen
         channel.command(StopCommand())
         thread.join(PATIENCE)
     assert core.steps < 3 * ANSWER, "it has slept meanwhile"
-
-
-@pytest.mark.parametrize(("freed", "is_given_back"), [(step_loop.REST_BYTES, True), (0, False)])
-def test_what_is_left_of_encoder_runs_is_given_back_once_the_loop_has_rested(
-    monkeypatch: pytest.MonkeyPatch, freed: int, is_given_back: bool
-) -> None:
-    looked, given_back = threading.Semaphore(0), threading.Semaphore(0)
-
-    def freed_bytes() -> int:
-        looked.release()
-        return freed
-
-    monkeypatch.setattr(step_loop, "REST_SECONDS", 0.05)
-    monkeypatch.setattr(step_loop, "freed_bytes", freed_bytes)
-    monkeypatch.setattr(step_loop, "give_memory_back", given_back.release)
-    writer = EndNotice()
-    channel = StepChannel(lambda: None, writer)
-    core = CountingCore(make_scheduler(LIMITS), FakeRunner(LIMITS))
-    _, preprocessor = fake_engine(LIMITS, FakeRunner(LIMITS))
-    thread = threading.Thread(target=StepLoop(core, channel).run)
-    thread.start()
-    try:
-        for name in ("a", "b"):
-            writer.ended.clear()
-            added = preprocessor.preprocess(request(name, text(6)), {})
-            channel.command(AddCommand(added, "sender", accepted=True))
-            assert writer.ended.wait(PATIENCE)
-            assert looked.acquire(timeout=PATIENCE)
-            assert given_back.acquire(timeout=PATIENCE if is_given_back else 0.2) is is_given_back
-        core.steps = 0
-        assert not looked.acquire(timeout=0.3), "once, until there was work again"
-        assert core.steps == 0, "and it sleeps"
-    finally:
-        channel.command(StopCommand())
-        thread.join(PATIENCE)
 
 
 class FakeOutlet:

@@ -29,7 +29,6 @@ from lookonce.errors import LookOnceError, error_to_wire
 from lookonce.ipc.channel import EngineChannelWriter
 from lookonce.ipc.messages import Accepted, Deltas
 from lookonce.types.media import Array, MediaFeature, ProcessedItem
-from lookonce.types.memory import freed_bytes, give_memory_back
 from lookonce.types.request import ExtendOptions, SessionOptions, TokenDelta, client_request_id
 
 logger = logging.getLogger(__name__)
@@ -220,17 +219,10 @@ class StepChannel:
             return taken
 
 
-REST_SECONDS = 10.0
-REST_BYTES = 128 << 20
-"""Of freed memory, below which nothing is given back: the next request would ask for it again."""
-
-
 class StepLoop:
     """Steps as long as there is work, and blocks in the command queue when there is none.
 
-    It does not block beyond the time at which an idle session has to be evicted. Once it has
-    rested, memory that encoder runs have used is given back to the system: gigabytes, where many
-    large pictures were encoded at a time.
+    It does not block beyond the time at which an idle session has to be evicted.
     """
 
     def __init__(self, core: EngineCore, channel: StepChannel) -> None:
@@ -239,9 +231,6 @@ class StepLoop:
         self._output_sender = OutputSender(channel.writer)
         self._profiler = StepProfiler()
         self._stopped = False
-        self._busy_until: float | None = None
-        """When the last step that did something began, by `time.monotonic()`; None: since then it
-        has rested."""
         channel.num_waiting = lambda: core.num_waiting
         channel.num_waiting_of = core.num_waiting_of
         core.wake_with(channel.wake)
@@ -252,31 +241,18 @@ class StepLoop:
         idle = True
         while True:
             seconds = core.seconds_to_next_eviction if idle else None
-            if idle and self._busy_until is not None:
-                seconds = REST_SECONDS if seconds is None else min(seconds, REST_SECONDS)
-            commands = channel.take_commands(wait=idle, seconds=seconds)
-            for command in commands:
+            for command in channel.take_commands(wait=idle, seconds=seconds):
                 self._execute_command(command)
             if self._stopped:
                 self._core.close()
                 return
-            channel.busy_since = now = time.monotonic()
+            channel.busy_since = time.monotonic()
             output = core.step()
             if output is None:
                 channel.busy_since = None
-                self._rest(now)
             else:
                 self._send(output)
-                self._busy_until = now
             idle = output is None
-
-    def _rest(self, now: float) -> None:
-        """There is nothing to do."""
-        if self._busy_until is None or now - self._busy_until < REST_SECONDS:
-            return
-        self._busy_until = None
-        if freed_bytes() >= REST_BYTES:
-            threading.Thread(target=give_memory_back, name="give-memory-back", daemon=True).start()
 
     def _send(self, output: SchedulerOutput) -> None:
         for unreachable in self._output_sender.send(output):
