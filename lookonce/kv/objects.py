@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Protocol, TypeAlias
 
 import xxhash
@@ -100,16 +100,9 @@ def namespace_digest(
     without a weights digest: nothing would tell two models apart."""
     if not weights_digest:
         raise ValueError("external KV needs a digest of the model's weights")
-    fields = (
-        b"lookonce.kv-namespace",
-        LAYOUT_VERSION.to_bytes(4, "little"),
-        weights_digest.encode(),
-        layout.describe(),
-        json.dumps(rope, sort_keys=True, default=str).encode(),
-        adapter.encode(),
-        processor_fingerprint,
-    )
-    return _digest(fields)
+    positions = json.dumps(rope, sort_keys=True, default=str).encode()
+    model = (weights_digest.encode(), layout.describe(), positions, adapter.encode())
+    return _namespace(b"lookonce.kv-namespace", LAYOUT_VERSION, *model, processor_fingerprint)
 
 
 OUTPUT_VERSION = 1
@@ -123,14 +116,8 @@ def output_namespace_digest(
     digest."""
     if not weights_digest:
         raise ValueError("external encoder outputs need a digest of the model's weights")
-    fields = (
-        b"lookonce.encoder-namespace",
-        OUTPUT_VERSION.to_bytes(4, "little"),
-        weights_digest.encode(),
-        layout.describe(),
-        processor_fingerprint,
-    )
-    return _digest(fields)
+    model = (weights_digest.encode(), layout.describe())
+    return _namespace(b"lookonce.encoder-namespace", OUTPUT_VERSION, *model, processor_fingerprint)
 
 
 def piece_keys(output_key: bytes, num_rows: int, layout: OutputLayout) -> list[bytes]:
@@ -140,6 +127,7 @@ def piece_keys(output_key: bytes, num_rows: int, layout: OutputLayout) -> list[b
     return [blake3(head + number.to_bytes(8, "little")).digest() for number in range(count)]
 
 
-def _digest(fields: Sequence[bytes]) -> bytes:
+def _namespace(kind: bytes, version: int, *described: bytes) -> bytes:
+    fields = (kind, version.to_bytes(4, "little"), *described)
     framed = b"".join(len(field).to_bytes(8, "little") + field for field in fields)
     return blake3(framed).digest()
