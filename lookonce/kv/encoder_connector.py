@@ -14,7 +14,6 @@ and that is what circuit breakers are for.
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
 from collections import Counter, deque
@@ -29,11 +28,8 @@ from lookonce.kv.transfer import (
     LOAD_SECONDS,
     LOOKUP_SECONDS,
     MAX_QUEUED_BYTES,
-    NUM_LOADERS,
     SLICE_BYTES,
-    Deadlines,
-    TierWriter,
-    start_worker,
+    TransferWorkers,
 )
 from lookonce.types.kv import LoadedOutput, OutputLayout
 from lookonce.types.media import ITEM_SIZE, Array
@@ -89,23 +85,11 @@ class EncoderConnector:
         self._layout = layout
         self._lookup_seconds = lookup_seconds
         self._load_seconds = load_seconds
-        self._max_queued_bytes = max_queued_bytes
         self._loaded: deque[LoadedOutput] = deque()
         self._queries = 0
         self._hits: Counter[str] = Counter()
         """Tier → outputs it gave in time."""
-        self._gather_lock = threading.Lock()
-        self._gather_bytes = 0
-        self._num_dropped = 0
-        """Outputs whose store found the queue full before any tier was asked."""
-        self._to_load: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._to_gather: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._deadlines = Deadlines()
-        self._writers = [TierWriter(tier, max_queued_bytes) for tier in chain.tiers]
-        self._threads = [
-            start_worker(f"encoder-load-{n}", self._to_load) for n in range(NUM_LOADERS)
-        ]
-        self._threads.append(start_worker("encoder-gather", self._to_gather))
+        self._workers = TransferWorkers("encoder", chain, layout.piece_bytes, max_queued_bytes)
 
     # --- the step thread's side -----------------------------------------------------------------
 
@@ -118,9 +102,10 @@ class EncoderConnector:
             if not job.located:
                 self._give_up(job)
 
-        self._deadlines.at(now + self._lookup_seconds, expire_lookup)
-        self._deadlines.at(now + self._load_seconds, lambda: self._give_up(job))
-        self._to_load.put(lambda: self._load(job))
+        deadlines = self._workers.deadlines
+        deadlines.at(now + self._lookup_seconds, expire_lookup)
+        deadlines.at(now + self._load_seconds, lambda: self._give_up(job))
+        self._workers.load(lambda: self._load(job))
 
     def store(self, outputs: Sequence[tuple[bytes, int]]) -> None:
         for key, num_rows in outputs:
@@ -144,25 +129,14 @@ class EncoderConnector:
         stats = {
             "external_encoder_cache_queries_total": float(self._queries),
             "external_encoder_cache_hits_total": float(sum(hits.values())),
-            "encoder_transfer_queue_bytes": float(self._gather_bytes),
-            "encoder_transfer_dropped_stores_total": float(self._num_dropped),
         }
-        for writer, tier in zip(self._writers, self._chain.tiers, strict=True):
+        for tier in self._chain.tiers:
             stats |= tier.output_stats()
             stats[f"encoder_tier_outputs_total:{tier.name}"] = float(hits[tier.name])
-            stats[f"encoder_tier_queue_bytes:{tier.name}"] = float(writer.queued_bytes)
-        return stats
+        return stats | self._workers.stats()
 
     def close(self) -> None:
-        for _ in range(NUM_LOADERS):
-            self._to_load.put(None)
-        self._to_gather.put(None)
-        for thread in self._threads:
-            thread.join(timeout=2.0)
-        for writer in self._writers:
-            writer.close()
-        self._deadlines.close()
-        self._chain.close()
+        self._workers.close()
 
     # --- loaders --------------------------------------------------------------------------------
 
@@ -219,7 +193,7 @@ class EncoderConnector:
         if outcome.reason is not None:
             return False
         if tier:
-            self._offer(self._writers[:tier], keys, into.copy())
+            self._workers.offer(keys, into.copy().data, nearer_than=tier)
         return True
 
     def _array(self, buffer: np.ndarray[tuple[int], np.dtype[np.uint8]], num_rows: int) -> Array:
@@ -243,14 +217,7 @@ class EncoderConnector:
     def _store(self, key: bytes, num_rows: int, pinned: object) -> None:
         """Queue one output to be copied; dropped, and counted, where the queue is full."""
         nbytes = num_rows * self._layout.row_bytes
-        with self._gather_lock:
-            room = self._gather_bytes + nbytes <= self._max_queued_bytes
-            if room:
-                self._gather_bytes += nbytes
-            else:
-                self._num_dropped += 1
-        if room:
-            self._to_gather.put(lambda: self._gather(key, num_rows, pinned))
+        self._workers.gather(nbytes, lambda: self._gather(key, num_rows, pinned))
 
     def _gather(self, key: bytes, num_rows: int, pinned: object) -> None:
         layout = self._layout
@@ -259,18 +226,6 @@ class EncoderConnector:
         buffer[nbytes:] = 0
         try:
             self._copier.copy(pinned, buffer[:nbytes].data)
-            self._offer(self._writers, piece_keys(key, num_rows, layout), buffer)
+            self._workers.offer(piece_keys(key, num_rows, layout), buffer.data)
         finally:
-            with self._gather_lock:
-                self._gather_bytes -= nbytes
-
-    def _offer(
-        self,
-        writers: Sequence[TierWriter],
-        keys: Sequence[bytes],
-        data: np.ndarray[tuple[int], np.dtype[np.uint8]],
-    ) -> None:
-        size = self._layout.piece_bytes
-        parts = [data[at : at + size].data for at in range(0, len(data), size)]
-        for writer in writers:
-            writer.offer(keys, parts)
+            self._workers.note_gathered(nbytes)

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from typing import TypeAlias
 
@@ -109,20 +110,10 @@ class Transfers:
         self._tell = tell
         self._lookup_seconds = lookup_seconds
         self._load_seconds = load_seconds
-        self._max_queued_bytes = max_queued_bytes
         self._block_bytes = pages.layout.block_bytes
         self._slice_blocks = max(1, SLICE_BYTES // self._block_bytes)
         self._loads: dict[int, _Job] = {}
-        self._to_load: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._to_gather: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._gather_lock = threading.Lock()
-        self._gather_bytes = 0
-        self.num_dropped = 0
-        """Blocks whose store found the queue full before any tier was asked."""
-        self._deadlines = Deadlines()
-        self._writers = [TierWriter(tier, max_queued_bytes) for tier in chain.tiers]
-        self._threads = [start_worker(f"kv-load-{n}", self._to_load) for n in range(NUM_LOADERS)]
-        self._threads.append(start_worker("kv-gather", self._to_gather))
+        self._workers = TransferWorkers("kv", chain, self._block_bytes, max_queued_bytes)
 
     # --- the step thread's side -----------------------------------------------------------------
 
@@ -135,8 +126,8 @@ class Transfers:
             if job.settle():
                 self._tell(Answered(ticket, keys, None))
 
-        self._deadlines.at(deadline, expire)
-        self._to_load.put(lambda: self._look_up(job))
+        self._workers.deadlines.at(deadline, expire)
+        self._workers.load(lambda: self._look_up(job))
         return deadline
 
     def submit_load(
@@ -155,26 +146,19 @@ class Transfers:
             if job.settle():
                 self._tell(Loaded(ticket, job.num_loaded, "timeout"))
 
-        self._deadlines.at(time.monotonic() + self._load_seconds, expire)
-        self._to_load.put(lambda: self._load(job))
+        self._workers.deadlines.at(time.monotonic() + self._load_seconds, expire)
+        self._workers.load(lambda: self._load(job))
 
     def submit_store(self, ticket: int, keys: Sequence[bytes], block_ids: Sequence[int]) -> bool:
         """False, and counted, when the queue is full."""
         nbytes = len(keys) * self._block_bytes
-        with self._gather_lock:
-            room = self._gather_bytes + nbytes <= self._max_queued_bytes
-            if room:
-                self._gather_bytes += nbytes
-            else:
-                self.num_dropped += len(keys)
-        if room:
-            self._to_gather.put(lambda: self._store(ticket, keys, block_ids))
-        return room
+        job = partial(self._store, ticket, keys, block_ids)
+        return self._workers.gather(nbytes, job, count=len(keys))
 
     def release(self, keys: Sequence[bytes], sources: Sequence[int]) -> None:
         """Give back the leases that a lookup took."""
         if keys:
-            self._to_load.put(lambda: self._chain.release(keys, sources))
+            self._workers.load(lambda: self._chain.release(keys, sources))
 
     def cancel(self, ticket: int) -> None:
         job = self._loads.get(ticket)
@@ -183,22 +167,10 @@ class Transfers:
             job.settle()
 
     def stats(self) -> dict[str, float]:
-        stats = {"kv_transfer_queue_bytes": float(self._gather_bytes)}
-        for writer, tier in zip(self._writers, self._chain.tiers, strict=True):
-            stats[f"kv_tier_queue_bytes:{tier.name}"] = float(writer.queued_bytes)
-        stats["kv_transfer_dropped_stores_total"] = float(self.num_dropped)
-        return stats
+        return self._workers.stats()
 
     def close(self) -> None:
-        for _ in range(NUM_LOADERS):
-            self._to_load.put(None)
-        self._to_gather.put(None)
-        for thread in self._threads:
-            thread.join(timeout=2.0)
-        for writer in self._writers:
-            writer.close()
-        self._deadlines.close()
-        self._chain.close()
+        self._workers.close()
 
     # --- loaders --------------------------------------------------------------------------------
 
@@ -247,7 +219,7 @@ class Transfers:
         """Store blocks of a farther tier in the nearer ones, as far as their queues have room."""
         if tier:
             copy = np.array(np.frombuffer(payloads, dtype=np.uint8))
-            self._offer(self._writers[:tier], keys, copy.data)
+            self._workers.offer(keys, copy.data, nearer_than=tier)
 
     # --- the gatherer ---------------------------------------------------------------------------
 
@@ -259,24 +231,15 @@ class Transfers:
             ]
         finally:
             self._tell(Acknowledged(ticket))
-            with self._gather_lock:
-                self._gather_bytes -= len(keys) * self._block_bytes
+            self._workers.note_gathered(len(keys) * self._block_bytes)
         for batch, payloads in batches:
-            self._offer(self._writers, batch, payloads)
+            self._workers.offer(batch, payloads)
 
     def _gather(self, block_ids: Sequence[int], at: int) -> memoryview:
         wanted = block_ids[at : at + self._slice_blocks]
         payloads = np.empty(len(wanted) * self._block_bytes, dtype=np.uint8)
         self._pages.gather(wanted, payloads.data)
         return payloads.data
-
-    def _offer(
-        self, writers: Sequence[TierWriter], keys: Sequence[bytes], payloads: memoryview
-    ) -> None:
-        size = self._block_bytes
-        parts = [payloads[at : at + size] for at in range(0, payloads.nbytes, size)]
-        for writer in writers:
-            writer.offer(keys, parts)
 
 
 def _slices(sources: Sequence[int], first: int, limit: int) -> Iterator[tuple[int, int]]:
@@ -290,7 +253,90 @@ def _slices(sources: Sequence[int], first: int, limit: int) -> Iterator[tuple[in
         start = stop
 
 
-def start_worker(name: str, jobs: queue.SimpleQueue[Callable[[], None] | None]) -> threading.Thread:
+class TransferWorkers:
+    """The threads that wait for a chain of tiers: loaders, a gatherer, and a writer for each tier.
+
+    Stores that are not gathered yet take at most `max_queued_bytes`, and so do those that each tier
+    has not written yet.
+    """
+
+    def __init__(
+        self, name: str, chain: TierChain, block_bytes: int, max_queued_bytes: int
+    ) -> None:
+        """`name`: "kv" or "encoder", which threads and figures begin with."""
+        self.deadlines = Deadlines()
+        self._name = name
+        self._chain = chain
+        self._block_bytes = block_bytes
+        self._max_queued_bytes = max_queued_bytes
+        self._to_load: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._to_gather: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._gather_bytes = 0
+        self._num_dropped = 0
+        """Stores that found the queue full before any tier was asked."""
+        self._writers = [TierWriter(tier, max_queued_bytes) for tier in chain.tiers]
+        self._threads = [
+            _start_worker(f"{name}-load-{n}", self._to_load) for n in range(NUM_LOADERS)
+        ]
+        self._threads.append(_start_worker(f"{name}-gather", self._to_gather))
+
+    def load(self, job: Callable[[], None]) -> None:
+        """Have a loader do the job."""
+        self._to_load.put(job)
+
+    def gather(self, nbytes: int, job: Callable[[], None], *, count: int = 1) -> bool:
+        """Have the gatherer do the job, which calls `note_gathered(nbytes)`. False, and counted as
+        `count` stores, when the queue is full."""
+        with self._lock:
+            room = self._gather_bytes + nbytes <= self._max_queued_bytes
+            if room:
+                self._gather_bytes += nbytes
+            else:
+                self._num_dropped += count
+        if room:
+            self._to_gather.put(job)
+        return room
+
+    def note_gathered(self, nbytes: int) -> None:
+        with self._lock:
+            self._gather_bytes -= nbytes
+
+    def offer(
+        self, keys: Sequence[bytes], payloads: memoryview, *, nearer_than: int | None = None
+    ) -> None:
+        """Queue blocks for the writer of each tier, or of those nearer than one. `payloads` has one
+        after the other, and must not change."""
+        size = self._block_bytes
+        parts = [payloads[at : at + size] for at in range(0, payloads.nbytes, size)]
+        for writer in self._writers[:nearer_than]:
+            writer.offer(keys, parts)
+
+    def stats(self) -> dict[str, float]:
+        stats = {
+            f"{self._name}_transfer_queue_bytes": float(self._gather_bytes),
+            f"{self._name}_transfer_dropped_stores_total": float(self._num_dropped),
+        }
+        for writer, tier in zip(self._writers, self._chain.tiers, strict=True):
+            stats[f"{self._name}_tier_queue_bytes:{tier.name}"] = float(writer.queued_bytes)
+        return stats
+
+    def close(self) -> None:
+        """Ends the threads, and the tiers with them."""
+        for _ in range(NUM_LOADERS):
+            self._to_load.put(None)
+        self._to_gather.put(None)
+        for thread in self._threads:
+            thread.join(timeout=2.0)
+        for writer in self._writers:
+            writer.close()
+        self.deadlines.close()
+        self._chain.close()
+
+
+def _start_worker(
+    name: str, jobs: queue.SimpleQueue[Callable[[], None] | None]
+) -> threading.Thread:
     """A daemon thread that does the jobs, one after the other, until None."""
     thread = threading.Thread(target=_work, args=(jobs,), name=name, daemon=True)
     thread.start()
