@@ -21,10 +21,9 @@ from lookonce.config import EncoderConfig, Options, resolve
 from lookonce.engine.process.kv_tiers import open_external_outputs
 from lookonce.errors import ConfigError
 from lookonce.kv.chain import CircuitBreaker
-from lookonce.kv.disk import DiskTier
 from lookonce.kv.host import HostTier
 from lookonce.kv.objects import ObjectFormat, output_namespace_digest, piece_keys
-from lookonce.kv.tier import KVTier, Reason
+from lookonce.kv.tier import Reason
 from lookonce.kv.valkey import ValkeyTier
 from lookonce.model.encoder_runner import EncoderRunner, OutputCopier
 from lookonce.types.kv import OutputLayout, TierSpec
@@ -32,7 +31,7 @@ from lookonce.types.request import GenerateRequest
 from lookonce.types.sampling import SamplingParams
 from tests.support.core.builders import Limits, feature, items_for, key, model_info, request, text
 from tests.support.kv.real_engines import HOST, Served, Subject
-from tests.support.kv.tiers import DictTier, FaultyTier, eventually
+from tests.support.kv.tiers import DictTier, FaultyTier, StoredObjects, eventually
 from tests.support.kv.world import OUTPUTS, OutputWorld
 from tests.support.kv_servers import ValkeyServer
 from tests.support.model_folders.make import FolderMaker
@@ -288,33 +287,12 @@ def test_a_piece_evicted_between_lookup_and_load_is_a_miss() -> None:
 def test_bits_that_flip_at_rest(kind: str, tmp_path: Path, valkey: ValkeyServer) -> None:
     """The output is encoded again; the bad piece is gone and gets stored again."""
     chance = random.Random(3)
-    disk = DiskTier(OBJECTS, str(tmp_path), 1 << 20)
-    host = HostTier(OBJECTS, 1 << 16)
-    tier: KVTier = {
-        "disk": disk,
-        "host": host,
-        "valkey": ValkeyTier(OBJECTS, TierSpec("valkey", path=valkey.socket)),
-    }[kind]
+    stored = StoredObjects(kind, OBJECTS, tmp_path, valkey)
 
     def flip() -> None:
-        name = chance.choice(piece_names("a", "b"))
-        match kind:
-            case "disk":
-                path = Path(disk._path(name))
-                stored = bytearray(path.read_bytes())
-                stored[chance.randrange(len(stored))] ^= 1 << chance.randrange(8)
-                path.write_bytes(stored)
-            case "host":
-                entry = host._slots._entries[name]
-                host._object(entry.slot)[chance.randrange(144)] ^= 4
-            case _:
-                address = b"lookonce:kv:" + OBJECTS.namespace + name
-                value = valkey.call(b"GET", address)
-                assert isinstance(value, bytes)
-                at = chance.randrange(len(value))
-                valkey.call(b"SETRANGE", address, b"%d" % at, bytes([value[at] ^ 8]))
+        stored.flip(chance, chance.choice(piece_names("a", "b")))
 
-    with OutputWorld(tier) as world:
+    with OutputWorld(stored.tier) as world:
         for number in range(20):
             world.forget_device()
             world.serve(prompt("a", "b"))

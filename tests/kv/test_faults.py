@@ -17,17 +17,15 @@ from lookonce.core.kv_connector_state import KVConnectorState
 from lookonce.core.mm_features import MultiModalFeatures
 from lookonce.core.request import TokenBuffer, extend_chain, root_hash
 from lookonce.kv.chain import CircuitBreaker
-from lookonce.kv.disk import DiskTier
-from lookonce.kv.host import HostTier
 from lookonce.kv.objects import ObjectFormat
-from lookonce.kv.tier import KVTier, ReadOutcome
+from lookonce.kv.tier import ReadOutcome
 from lookonce.kv.transfer import Loaded
 from lookonce.kv.valkey import ValkeyTier
 from lookonce.types.kv import LoadReport, TierSpec
 from lookonce.types.media import MediaFeature
 from tests.support.core.builders import Limits, request, text
 from tests.support.core.fake_runner import PlanError, reference
-from tests.support.kv.tiers import FaultyTier, eventually
+from tests.support.kv.tiers import FaultyTier, StoredObjects, eventually
 from tests.support.kv.world import LAYOUT, World
 from tests.support.kv_servers import ValkeyServer
 
@@ -83,34 +81,13 @@ def test_a_real_valkey_paused_killed_and_restarted_while_requests_run(
 def test_bits_that_flip_at_rest(kind: str, tmp_path: Path, valkey: ValkeyServer) -> None:
     """Recomputed from the last good block; the bad one is gone and gets stored again."""
     chance = random.Random(3)
-    disk = DiskTier(OBJECTS, str(tmp_path), 1 << 20)
-    host = HostTier(OBJECTS, 1 << 16)
-    tier: KVTier = {
-        "disk": disk,
-        "host": host,
-        "valkey": ValkeyTier(OBJECTS, TierSpec("valkey", path=valkey.socket)),
-    }[kind]
+    stored = StoredObjects(kind, OBJECTS, tmp_path, valkey)
 
     def flip(number: int) -> None:
-        if number < 4 or number % 2:
-            return
-        match kind:
-            case "disk":
-                path = chance.choice(sorted(tmp_path.glob("*/??/*.kv")))
-                stored = bytearray(path.read_bytes())
-                stored[chance.randrange(len(stored))] ^= 1 << chance.randrange(8)
-                path.write_bytes(stored)
-            case "host":
-                held = [entry.slot for entry in host._slots._entries.values()]
-                host._object(chance.choice(held))[chance.randrange(192)] ^= 4
-            case _:
-                name = chance.choice(valkey.names())
-                value = valkey.call(b"GET", name)
-                assert isinstance(value, bytes)
-                at = chance.randrange(len(value))
-                valkey.call(b"SETRANGE", name, b"%d" % at, bytes([value[at] ^ 8]))
+        if number >= 4 and number % 2 == 0:
+            stored.flip(chance)
 
-    with World(tier, limits=LIMITS) as world:
+    with World(stored.tier, limits=LIMITS) as world:
         statuses = work(world, 60, between=flip)
         assert set(statuses[4:]) >= {"loaded"}
         assert {"partial", "failed"} & set(statuses)

@@ -7,13 +7,15 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from lookonce.kv.disk import DiskTier
 from lookonce.kv.host import HostTier
 from lookonce.kv.objects import ObjectFormat
 from lookonce.kv.tier import KVTier, ReadOutcome, Reason, TierError
 from lookonce.kv.valkey import ValkeyTier
-from lookonce.types.kv import KVLayout
+from lookonce.types.kv import KVLayout, TierSpec
+from tests.support.kv_servers import ValkeyServer
 
 LAYOUT = KVLayout(num_layers=2, block_size=4, num_kv_heads=2, head_dim=8, dtype="float32")
 NAMESPACE = bytes(range(32))
@@ -197,3 +199,43 @@ class FakePages:
         size = self.layout.block_bytes
         for index, block in enumerate(block_ids):
             self.blocks[block] = bytes(data[index * size : (index + 1) * size])
+
+
+class StoredObjects:
+    """A tier of a kind, host, disk or valkey, whose objects change where they are stored."""
+
+    def __init__(
+        self, kind: str, objects: ObjectFormat, folder: Path, valkey: ValkeyServer
+    ) -> None:
+        self._objects = objects
+        self._folder = folder
+        self._valkey = valkey
+        self.tier: DiskTier | HostTier | ValkeyTier
+        match kind:
+            case "disk":
+                self.tier = DiskTier(objects, str(folder), 1 << 20)
+            case "host":
+                self.tier = HostTier(objects, 1 << 16)
+            case _:
+                self.tier = ValkeyTier(objects, TierSpec("valkey", path=valkey.socket))
+
+    def flip(self, chance: random.Random, key: bytes | None = None) -> None:
+        """Flip a bit of the object of that key, or of any."""
+        if isinstance(self.tier, DiskTier):
+            held = sorted(self._folder.glob("*/??/*.kv"))
+            path = chance.choice(held) if key is None else Path(self.tier._path(key))
+            stored = bytearray(path.read_bytes())
+            stored[chance.randrange(len(stored))] ^= 1 << chance.randrange(8)
+            path.write_bytes(stored)
+        elif isinstance(self.tier, HostTier):
+            entries = self.tier._slots._entries
+            entry = entries[chance.choice(list(entries)) if key is None else key]
+            at = chance.randrange(self._objects.object_bytes)
+            self.tier._object(entry.slot)[at] ^= 4
+        else:
+            prefix = b"lookonce:kv:" + self._objects.namespace
+            name = chance.choice(self._valkey.names()) if key is None else prefix + key
+            value = self._valkey.call(b"GET", name)
+            assert isinstance(value, bytes)
+            at = chance.randrange(len(value))
+            self._valkey.call(b"SETRANGE", name, b"%d" % at, bytes([value[at] ^ 8]))
