@@ -11,12 +11,19 @@ ratio      our decode tokens/s over those of a plain loop with transformers' den
 Our side is what a server has: an engine process and a client of it in this process, with msgpack
 over a unix socket between them. The client's caller turns tokens into text at once, where a
 server would also write HTTP.
+
+With `--against FOLDER` another table has the own CPU time beside that of another checkout (an
+earlier commit with its compiled kernels), each pair of runs in turn in processes of their own. The
+least of all runs stands beside the median: other work of the machine only adds to CPU time.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
+import os
+import subprocess
 import sys
 import tempfile
 import time
@@ -58,6 +65,9 @@ BATCHES = (1, 8, 32)
 PROMPT_TOKENS = 64
 STEPS = 48
 TURNS = 9
+PAIRS = 5
+ROOT = Path(__file__).resolve().parents[1]
+RUN = "import sys; from benchmarks.engine import main; main(sys.argv[1:])"
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -65,11 +75,47 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--model", default=str(NANO_FOLDER), help="folder; default: nano")
     parser.add_argument("--batches", type=int, nargs="+", default=list(BATCHES))
     parser.add_argument("--turns", type=int, default=TURNS)
+    parser.add_argument("--against", type=Path, metavar="FOLDER", help="another checkout")
+    parser.add_argument("--pairs", type=int, default=PAIRS, help="of runs, with --against")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
-    report = asyncio.run(measure(options.model, options.batches, options.turns))
+    if options.against is not None:
+        run = ["--model", options.model, "--turns", str(options.turns), "--batches"]
+        run += map(str, options.batches)
+        report = beside(options.against.resolve(), run, options.pairs)
+    else:
+        report = asyncio.run(measure(options.model, options.batches, options.turns))
     publish([report], options.json)
     return 0
+
+
+def beside(other: Path, run: Sequence[str], pairs: int) -> Report:
+    """Own CPU time of this checkout and of another one, in turn; one row per batch size."""
+    columns = ("batch", "own CPU ms", "the other", "ratio", "least ms", "the other's", "of least")
+    report = Report("engine, beside another checkout", columns)
+    found = [(_own_cpu(ROOT, run), _own_cpu(other, run)) for _ in range(pairs)]
+    for batch in found[0][0]:
+        ours, theirs = ([own[batch] for own in side] for side in zip(*found, strict=True))
+        ratio = median([a / b for a, b in zip(ours, theirs, strict=True)])
+        least = min(ours), min(theirs), min(ours) / min(theirs)
+        report.add(batch, median(ours), median(theirs), ratio, *least)
+    report.notes.append(f"medians of {pairs} pairs of runs, in turn; the least of all runs")
+    return report
+
+
+def _own_cpu(checkout: Path, run: Sequence[str]) -> dict[int, float]:
+    """Batch size → own CPU ms of a step, by the benchmark of that checkout."""
+    with tempfile.TemporaryDirectory() as scratch:
+        figures = Path(scratch) / "figures.json"
+        subprocess.run(
+            [sys.executable, "-c", RUN, *run, "--json", str(figures)],
+            env={**os.environ, "PYTHONPATH": str(checkout)},
+            cwd=checkout,
+            stdout=subprocess.DEVNULL,
+            check=True,
+        )
+        rows = json.loads(figures.read_text())["rows"]
+    return {row["batch"]: row["own CPU ms"] for row in rows}
 
 
 async def measure(folder: str, batches: Sequence[int], turns: int) -> Report:
