@@ -10,6 +10,9 @@ STAMP := $(VENV)/.installed
 # Tests run side by side, so numeric libraries get one thread each in them; a server uses all cores.
 check test test-lmcache test-page test-openapi test-clients test-whisper test-alerts test-otel attack fuzz soak: export OMP_NUM_THREADS ?= 1
 
+# Some images say that Python shall keep no bytecode: each process would compile 3,000 modules again.
+unexport PYTHONDONTWRITEBYTECODE
+
 setup: $(SERVES)
 
 COMPILED := $(wildcard lookonce/*/*.c lookonce/model/*/*.cpp lookonce/model/*/*.h)

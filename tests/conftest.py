@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Generator
+import tempfile
+from collections.abc import Callable, Generator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -49,14 +51,26 @@ OWN_SERVERS = frozenset(
 )
 """Files of these folders that start servers of their own: any process may get them."""
 
+SAME_MODELS = frozenset(
+    f"tests/model/test_{name}.py"
+    for name in (
+        *("general_media", "general_text", "parity", "parity_chat", "parity_controls"),
+        *("prompt_logprobs", "sessions"),
+    )
+)
+"""Files that compare the same models with Hugging Face's answers: one test process gets them all,
+and loads and asks each model once."""
+
 
 class FolderScheduling(LoadFileScheduling):
-    """pytest-xdist's `--dist loadfile`, but a folder of `ONE_SERVER` goes to one process whole."""
+    """pytest-xdist's `--dist loadfile`, but tests that share much go to one process whole."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = str(super()._split_scope(nodeid))
         if file in OWN_SERVERS:
             return file
+        if file in SAME_MODELS:
+            return "tests/model/: same models"
         return next((folder for folder in ONE_SERVER if file.startswith(folder)), file)
 
 
@@ -92,31 +106,49 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(scope="session")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> FolderMaker:
+def made_folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where folders are that are made once for all test processes."""
+    base = tmp_path_factory.getbasetemp()
+    folders = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "model-folders"
+    folders.mkdir(exist_ok=True)
+    return folders
+
+
+def made_once(target: Path, make: Callable[[Path], object]) -> Path:
+    """`target`, made whole under another name first: another process may make it just now."""
+    if not target.exists():
+        with tempfile.TemporaryDirectory(prefix="being-made-", dir=target.parent) as own:
+            make(Path(own, target.name))
+            with suppress(OSError):  # it is there by now
+                Path(own, target.name).rename(target)
+    return target
+
+
+@pytest.fixture(scope="session")
+def folder(made_folders: Path) -> FolderMaker:
     """`folder(kind, seed=0, scale="tiny")`: a complete random folder; `folder("nano")`: nano."""
-    root = tmp_path_factory.mktemp("folders")
 
     def get(kind: str, *, seed: int = 0, scale: str = "tiny") -> Path:
         if kind == "nano":
             return NANO_FOLDER
-        target = root / f"{kind}-{scale}-{seed}"
-        if not target.exists():
-            make_folder(kind, target, seed=seed, scale=scale)
-        return target
+        return made_once(
+            made_folders / f"{kind}-{scale}-{seed}",
+            lambda target: make_folder(kind, target, seed=seed, scale=scale),
+        )
 
     return get
 
 
 @pytest.fixture(scope="session")
-def embedder(folder: FolderMaker, tmp_path_factory: pytest.TempPathFactory) -> FolderMaker:
+def embedder(folder: FolderMaker, made_folders: Path) -> FolderMaker:
     """`embedder(kind)`: a random folder of a model that gives embeddings or scores."""
-    root = tmp_path_factory.mktemp("embedders")
 
     def get(kind: str, *, seed: int = 0, scale: str = "tiny") -> Path:
-        target = root / kind
-        if not target.exists():
-            make_embedder(kind, folder(SOURCES[kind], seed=seed, scale=scale), target)
-        return target
+        source = folder(SOURCES[kind], seed=seed, scale=scale)
+        return made_once(
+            made_folders / f"embedder-{kind}-{scale}-{seed}",
+            lambda target: make_embedder(kind, source, target),
+        )
 
     return get
 

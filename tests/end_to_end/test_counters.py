@@ -7,7 +7,9 @@ from contextlib import contextmanager
 
 import pytest
 
-from tests.support.live_server import LiveServer
+from tests.support.live_server import LiveServer, samples
+from tests.support.nodes import Node, engine_node, run
+from tests.support.nodes import cache_type as cache_type
 from tests.support.traffic import Medium, drawn, sounding
 
 MEDIA_COUNTERS = (
@@ -19,7 +21,7 @@ MEDIA_COUNTERS = (
     "media_processed_total:audio",
     "encoder_runs_total",
 )
-BYPASS_GB = "0.0001"
+BYPASS_GB = 0.0001
 """107 kB: a sound fits, a picture of 170 kB does not."""
 
 
@@ -28,20 +30,33 @@ def on(cache_server: LiveServer) -> LiveServer:
     return cache_server
 
 
-def ask(server: LiveServer, *media: Medium, question: str = "", status: int = 200, **fields):
-    """The receipt's items, or None for a refusal."""
+def chat(*media: Medium, question: str = "", **fields) -> dict[str, object]:
     content = [medium.part for medium in media]
     content.append({"type": "text", "text": question or media[0].question})
-    body = {
+    return {
         "messages": [{"role": "user", "content": content}],
         "temperature": 0,
         "max_tokens": 4,
         "reuse_receipt": True,
         **fields,
     }
-    answer = server.post("/v1/chat/completions", body)
+
+
+def ask(server: LiveServer, *media: Medium, status: int = 200, **fields):
+    """The receipt's items, or None for a refusal."""
+    answer = server.post("/v1/chat/completions", chat(*media, **fields))
     assert answer.status_code == status, answer.text
     return answer.json().get("reuse_receipt")
+
+
+def check_moved(
+    before: Mapping[str, float], after: Mapping[str, float], expected: Mapping[str, float]
+) -> None:
+    """These counters have moved by these numbers, and no other media counter."""
+    named = {name.replace("_image", ":image").replace("_audio", ":audio"): value
+             for name, value in expected.items()}  # fmt: skip
+    moved = {name: after[name] - before.get(name, 0.0) for name in {*MEDIA_COUNTERS, *named}}
+    assert moved == {name: named.get(name, 0.0) for name in moved}
 
 
 @contextmanager
@@ -49,11 +64,7 @@ def moves(server: LiveServer, **expected: float) -> Iterator[None]:
     """Asserts that the block moves these counters by these numbers, and no other media counter."""
     before = server.metrics()
     yield
-    after = server.metrics()
-    named = {name.replace("_image", ":image").replace("_audio", ":audio"): value
-             for name, value in expected.items()}  # fmt: skip
-    moved = {name: after[name] - before.get(name, 0.0) for name in {*MEDIA_COUNTERS, *named}}
-    assert moved == {name: named.get(name, 0.0) for name in moved}
+    check_moved(before, server.metrics(), expected)
 
 
 def processors(receipt: Mapping[str, list[dict[str, str]]]) -> list[str]:
@@ -146,29 +157,45 @@ def test_with_the_cache_off_there_are_no_queries_and_no_hits(uncached_server):
     assert not any(name.startswith("vllm:") for name in found)
 
 
-def test_an_item_too_large_for_the_cache_is_a_query_and_no_hit():
-    with LiveServer("--mm-processor-cache-gb", BYPASS_GB) as small:
-        red, tone = drawn(0), sounding(0)
-        with moves(
-            small, mm_cache_queries_total=2, encoder_runs_total=2,
-            media_decodes_total_image=1, media_processed_total_image=1,
-            media_decodes_total_audio=1, media_processed_total_audio=1,
-        ):  # fmt: skip
-            receipt = ask(small, red, tone)
-        assert processors(receipt) == ["bypass", "miss"]
-        # Its expansion is known, and prefix or encoder output cover it: nothing is made again.
-        with moves(small, mm_cache_queries_total=2, mm_cache_hits_total=2):
-            receipt = ask(small, red, tone)
-        assert processors(receipt) == ["not_needed", "hit"]
-        small.post("/reset_prefix_cache")
-        small.post("/reset_encoder_cache")
-        asks = small.metrics()["mm_cache_asks_total"]
-        with moves(
-            small, mm_cache_queries_total=2, mm_cache_hits_total=1, encoder_runs_total=2,
-            media_decodes_total_image=1, media_processed_total_image=1,
-        ):  # fmt: skip
-            receipt = ask(small, red, tone)
-        assert processors(receipt) == ["bypass", "hit"]
-        found = small.metrics()
-        assert (found["mm_cache_asks_total"] - asks, found["mm_cache_resends_total"]) == (1, 0)
-        assert found["mm_cache_bytes"] == found["mm_store_bytes"] > 0
+async def figures(node: Node) -> dict[str, float]:
+    return samples((await node.http.get("/metrics")).text)
+
+
+async def receipt_of(node: Node, *media: Medium, **expected: float):
+    """The receipt of a request that moves these counters by these numbers, and no others."""
+    before = await figures(node)
+    answer = await node.ok("/v1/chat/completions", chat(*media))
+    check_moved(before, await figures(node), expected)
+    return answer["reuse_receipt"]
+
+
+def test_an_item_too_large_for_the_cache_is_a_query_and_no_hit(nano_folder, cache_type):
+    """In this process, with both types of cache."""
+
+    async def scenario():
+        async with engine_node(nano_folder, mm_processor_cache_gb=BYPASS_GB) as node:
+            red, tone = drawn(0), sounding(0)
+            receipt = await receipt_of(
+                node, red, tone, mm_cache_queries_total=2, encoder_runs_total=2,
+                media_decodes_total_image=1, media_processed_total_image=1,
+                media_decodes_total_audio=1, media_processed_total_audio=1,
+            )  # fmt: skip
+            assert processors(receipt) == ["bypass", "miss"]
+            # Its expansion is known, and prefix or encoder output cover it: nothing is made again.
+            receipt = await receipt_of(
+                node, red, tone, mm_cache_queries_total=2, mm_cache_hits_total=2
+            )
+            assert processors(receipt) == ["not_needed", "hit"]
+            for tier in ("prefix", "encoder"):
+                assert (await node.post(f"/reset_{tier}_cache", None)).status_code == 200
+            asks = (await figures(node))["mm_cache_asks_total"]
+            receipt = await receipt_of(
+                node, red, tone, mm_cache_queries_total=2, mm_cache_hits_total=1,
+                encoder_runs_total=2, media_decodes_total_image=1, media_processed_total_image=1,
+            )  # fmt: skip
+            assert processors(receipt) == ["bypass", "hit"]
+            found = await figures(node)
+            assert (found["mm_cache_asks_total"] - asks, found["mm_cache_resends_total"]) == (1, 0)
+            assert found["mm_cache_bytes"] == found["mm_store_bytes"] > 0
+
+    run(scenario())

@@ -24,6 +24,7 @@ from tests.support.live_server import LiveServer, until
 from tests.support.raw_sockets import (
     HEAD,
     VERSION,
+    Answer,
     connect,
     held,
     is_open,
@@ -233,13 +234,25 @@ SLOW["a body byte by byte"] = (
 )
 
 
+@pytest.fixture(scope="module")
+def slow(small: LiveServer) -> dict[str, Answer]:
+    """What the server answers to each of these clients, which come side by side."""
+
+    def send(what: str) -> Answer:
+        pieces = SLOW[what][0]
+        if pieces:
+            pieces = (pieces[0].replace(b"/v1/completions", b"/tokenize"), *pieces[1:])
+        return send_raw(small.url, *pieces, pause=0.1 if len(pieces) > 1 else 0)
+
+    with ThreadPoolExecutor(len(SLOW)) as clients:
+        return dict(zip(SLOW, clients.map(send, SLOW), strict=True))
+
+
 @pytest.mark.parametrize("what", SLOW)
-def test_who_is_too_slow_is_told_and_closed(small, what):
-    pieces, status, code = SLOW[what]
-    pieces = (pieces[0].replace(b"/v1/completions", b"/tokenize"), *pieces[1:]) if pieces else ()
-    answer = send_raw(small.url, *pieces, pause=0.1 if len(pieces) > 1 else 0)
-    assert (answer.status, answer.closed) == (status, True)
-    assert code is None or answer.error["code"] == code
+def test_who_is_too_slow_is_told_and_closed(small, slow, what):
+    _, status, code = SLOW[what]
+    assert (slow[what].status, slow[what].closed) == (status, True)
+    assert code is None or slow[what].error["code"] == code
     control(small.url)
 
 

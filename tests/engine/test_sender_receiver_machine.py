@@ -1,8 +1,8 @@
 """The cache protocol under every interleaving, and proof that the machine would notice.
 
-Hypothesis drives the world of `sender_receiver_world`: two API processes and an engine. The world
-checks itself after every event. The mutations at the end break the protocol in one place each;
-the same machine must find every one.
+Hypothesis, and random steps from seeds, drive the world of `sender_receiver_world`: two API
+processes and an engine. The world checks itself after every event. The mutations at the end break
+the protocol in one place each; the same machine must find every one.
 """
 
 from unittest.mock import patch
@@ -10,33 +10,27 @@ from unittest.mock import patch
 import msgspec
 import pytest
 from hypothesis import HealthCheck, Phase, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    rule,
-    run_state_machine_as_test,
-)
+from hypothesis.stateful import invariant, run_state_machine_as_test
 
 from lookonce.cache.directory import ByteLRU, Directory, Evicted
 from lookonce.engine.client.sender_cache import SenderCache, _Change
 from lookonce.engine.process.receiver_cache import ReceiverCache
 from lookonce.ipc.messages import NO_OPS
+from tests.support.drawn_steps import BOOLEAN, DrawnSteps, ListOf, first, one_of, run_seeds, step
 from tests.support.engine.sender_receiver_world import Api, Engine, World
 
-PICK = st.integers(0, 11)
-NUMBERS = st.lists(st.integers(0, 11), min_size=1, max_size=5)
-SELDOM = st.sampled_from([True, False, False])
+PICK = one_of(*range(12))
+NUMBERS = ListOf(PICK, most=5)
+SELDOM = one_of(True, False, False)
 DISTURBANCES = ("reset", "restart", "forget", "silence")
-FATES = st.sampled_from(["serve", "serve", "covered", "reject"])
+FATES = one_of("serve", "serve", "covered", "reject")
 
 
 def build_machine(**world_parts):
     """The machine over a world in which some parts may be replaced by broken ones."""
 
-    class Machine(RuleBasedStateMachine):
-        @initialize(capacity=st.sampled_from([0, 550, 2000, 5000, 5000, 40000]))
+    class Machine(DrawnSteps):
+        @first(capacity=one_of(0, 550, 2000, 5000, 5000, 40000))
         def begin(self, capacity):
             self.world = World(capacity, **world_parts)
 
@@ -46,11 +40,11 @@ def build_machine(**world_parts):
         def some(self, things, pick):
             return things[pick % len(things)] if things else None
 
-        @rule(who=PICK, numbers=NUMBERS, fate=FATES, ahead=st.booleans(), reference=st.booleans())
+        @step(who=PICK, numbers=NUMBERS, fate=FATES, ahead=BOOLEAN, reference=BOOLEAN)
         def look_up(self, who, numbers, fate, ahead, reference):
             self.api(who).start(numbers, fate, ahead=ahead, by_reference=reference)
 
-        @rule(who=PICK, numbers=NUMBERS, fate=FATES, at_once=st.booleans())
+        @step(who=PICK, numbers=NUMBERS, fate=FATES, at_once=BOOLEAN)
         def look_up_and_finish(self, who, numbers, fate, at_once):
             api = self.api(who)
             api.start(numbers, fate, ahead=True, by_reference=False)
@@ -60,84 +54,84 @@ def build_machine(**world_parts):
                 if at_once:
                     api.send(request)
 
-        @rule(who=PICK, which=PICK)
+        @step(who=PICK, which=PICK)
         def finish_rendering(self, who, which):
             request = self.some(self.api(who).to_finish(), which)
             if request:
                 self.api(who).finish(request)
 
-        @rule(numbers=NUMBERS, ahead=st.booleans())
+        @step(numbers=NUMBERS, ahead=BOOLEAN)
         def look_up_everywhere(self, numbers, ahead):
             for api in self.world.apis.values():
                 api.start(numbers, "serve", ahead=ahead, by_reference=False)
 
-        @rule(who=PICK, which=PICK)
+        @step(who=PICK, which=PICK)
         def make(self, who, which):
             name = self.some(self.api(who).to_make(), which)
             if name:
                 self.api(who).make(name)
 
-        @rule(who=PICK, which=PICK, really=SELDOM)
+        @step(who=PICK, which=PICK, really=SELDOM)
         def fail_to_make(self, who, which, really):
             name = self.some(self.api(who).to_make(), which)
             if name and really:
                 self.api(who).fail(name)
 
-        @rule(who=PICK)
+        @step(who=PICK)
         def repeat_claims(self, who):
             self.api(who).repeat_claims()
 
-        @rule(who=PICK, which=PICK)
+        @step(who=PICK, which=PICK)
         def send(self, who, which):
             request = self.some(self.api(who).in_state("rendered"), which)
             if request:
                 self.api(who).send(request)
 
-        @rule(who=PICK, which=PICK, really=SELDOM)
+        @step(who=PICK, which=PICK, really=SELDOM)
         def cancel_before_sending(self, who, which, really):
             request = self.some(self.api(who).in_state("rendering", "rendered"), which)
             if request and really:
                 self.api(who).cancel(request)
 
-        @rule(who=PICK, which=PICK, really=SELDOM)
+        @step(who=PICK, which=PICK, really=SELDOM)
         def disconnect(self, who, which, really):
             request = self.some(self.api(who).in_state("sent", "accepted"), which)
             if request and really:
                 self.api(who).disconnect(request)
 
-        @rule(who=PICK, how_many=st.integers(1, 4))
+        @step(who=PICK, how_many=one_of(1, 2, 3, 4))
         def deliver_to_engine(self, who, how_many):
             for _ in range(min(how_many, len(self.api(who).outbox))):
                 self.world.engine.receive(self.api(who))
 
-        @rule(who=PICK, how_many=st.integers(1, 4))
+        @step(who=PICK, how_many=one_of(1, 2, 3, 4))
         def deliver_to_api(self, who, how_many):
             for _ in range(min(how_many, len(self.api(who).inbox))):
                 self.api(who).receive()
 
-        @rule(who=PICK, which=PICK)
+        @step(who=PICK, which=PICK)
         def recover(self, who, which):
             request = self.some(self.api(who).to_recover(), which)
             if request:
                 self.api(who).recover(request)
 
-        @rule(which=PICK)
+        @step(which=PICK)
         def finish_request(self, which):
             engine = self.world.engine
             request_id = self.some([*engine.running, *engine.waiting], which)
             if request_id:
                 self.world.engine.finish(request_id)
 
-        @rule(who=PICK, numbers=NUMBERS)
+        @step(who=PICK, numbers=NUMBERS)
         def inject(self, who, numbers):
             self.api(who).inject(numbers)
 
-        @rule(who=PICK, which=PICK, really=SELDOM)
+        @step(who=PICK, which=PICK, really=SELDOM)
         def spoil_a_message(self, who, which, really):
             if really:
                 self.api(who).spoil(which)
 
-        @rule(who=PICK, what=st.sampled_from([*DISTURBANCES, *[None] * 6]))
+        @step(who=PICK, what=one_of(*DISTURBANCES, *[None] * 6))
         def disturb(self, who, what):
             if what == "reset":
                 self.world.engine.reset()
@@ -148,12 +142,12 @@ def build_machine(**world_parts):
             elif what == "silence":
                 self.world.engine.pass_over(self.api(who).name)
 
-        @rule()
+        @step()
         def settle(self):
             self.world.settle()
 
         @invariant()
-        def sound(self):
+        def check(self):
             self.world.check()
 
         def teardown(self):
@@ -163,15 +157,18 @@ def build_machine(**world_parts):
     return Machine
 
 
-def run(max_examples, phases, **world_parts):
+MOST_STEPS = 60
+
+
+def run(max_examples, **world_parts):
     run_state_machine_as_test(
         build_machine(**world_parts),
         settings=settings(
             max_examples=max_examples,
-            stateful_step_count=60,
+            stateful_step_count=MOST_STEPS,
             deadline=None,
             database=None,
-            phases=phases,
+            phases=[Phase.generate, Phase.shrink],
             derandomize=True,
             suppress_health_check=list(HealthCheck),
         ),
@@ -179,21 +176,23 @@ def run(max_examples, phases, **world_parts):
 
 
 def test_no_interleaving_breaks_the_protocol():
-    run(150, [Phase.generate, Phase.shrink])
+    run(30)
+    run_seeds(build_machine(), 500, MOST_STEPS)
 
 
 @pytest.mark.parametrize("num_senders", [1, 3])
 def test_nor_with_other_numbers_of_senders(num_senders):
-    run(25, [Phase.generate, Phase.shrink], num_senders=num_senders)
+    run(5, num_senders=num_senders)
+    run_seeds(build_machine(num_senders=num_senders), 100, MOST_STEPS)
 
 
 # --- mutations: each must be found ------------------------------------------------------------
 
 
-def assert_found(how, max_examples=5000, **world_parts):
+def assert_found(how, num_seeds=2000, **world_parts):
     """The machine fails, and with one of the messages that `how` (a pattern) allows."""
     with pytest.raises(AssertionError, match=how):
-        run(max_examples, [Phase.generate], **world_parts)
+        run_seeds(build_machine(**world_parts), num_seeds, MOST_STEPS)
 
 
 def api_of(broken_sender):

@@ -1,34 +1,29 @@
 """Slabs under every interleaving of both halves, and proof that the machine would notice errors.
 
-Hypothesis drives `slab_world`: API processes with workers, and an engine, any of which may die. The
-mutations at the end break one rule each; the same machine must find every one.
+Hypothesis, and random steps from seeds, drive `slab_world`: API processes with workers, and an
+engine, any of which may die. The mutations at the end break one rule each; the same machine must
+find every one.
 """
 
 from unittest.mock import patch
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    rule,
-    run_state_machine_as_test,
-)
+from hypothesis.stateful import invariant, run_state_machine_as_test
 
 from lookonce.cache.slab_pool import LeasedSlab, SlabPool
 from lookonce.cache.slabs import SMALLEST, SlabOwner
+from tests.support.drawn_steps import BOOLEAN, DrawnSteps, first, one_of, run_seeds, step
 from tests.support.engine.slab_world import Worker, World
 
-PICK = st.integers(0, 3)
-SELDOM = st.sampled_from([True, False, False])
-SIZES = st.sampled_from([SMALLEST, SMALLEST, SMALLEST, SMALLEST + 1, 5 * SMALLEST])
+PICK = one_of(0, 1, 2, 3)
+SELDOM = one_of(True, False, False)
+SIZES = one_of(SMALLEST, SMALLEST, SMALLEST, SMALLEST + 1, 5 * SMALLEST)
 
 
 def build_machine(**world_parts):
-    class Machine(RuleBasedStateMachine):
-        @initialize(capacity=st.sampled_from([1, 4, 8, 16]), is_warm=st.booleans())
+    class Machine(DrawnSteps):
+        @first(capacity=one_of(1, 4, 8, 16), is_warm=BOOLEAN)
         def begin(self, capacity, is_warm):
             self.world = World(capacity * SMALLEST, **world_parts)
             if is_warm:
@@ -43,25 +38,25 @@ def build_machine(**world_parts):
             api = self.pick(self.world.apis, who)
             return self.pick(api.workers, who // 2)
 
-        @rule(who=PICK, nbytes=SIZES)
+        @step(who=PICK, nbytes=SIZES)
         def grant(self, who, nbytes):
             self.worker(who).grant(nbytes)
 
-        @rule(who=PICK)
+        @step(who=PICK)
         def grant_ahead(self, who):
             self.worker(who).grant_ahead()
 
-        @rule(who=PICK)
+        @step(who=PICK)
         def finish_job(self, who):
             worker = self.worker(who)
             worker.api.items.append(worker.finish())
 
-        @rule(
+        @step(
             who=PICK,
             nbytes=SIZES,
-            keep=st.booleans(),
-            ahead=st.booleans(),
-            then=st.sampled_from(["deliver", "wait", "spoil"]),
+            keep=BOOLEAN,
+            ahead=BOOLEAN,
+            then=one_of("deliver", "wait", "spoil"),
         )
         def whole_job(self, who, nbytes, keep, ahead, then):
             worker = self.worker(who)
@@ -78,7 +73,7 @@ def build_machine(**world_parts):
             elif then == "spoil":
                 worker.api.to_engine[-1] = [b"\xc1"]
 
-        @rule(who=PICK, which=PICK, keep=SELDOM)
+        @step(who=PICK, which=PICK, keep=SELDOM)
         def send_again_while_the_release_is_under_way(self, who, which, keep):
             api = self.pick(self.world.apis, who)
             item = self.pick(api.items, which)
@@ -93,11 +88,11 @@ def build_machine(**world_parts):
                 if not keep:
                     api.items.remove(item)
 
-        @rule(who=PICK)
+        @step(who=PICK)
         def fail_job(self, who):
             self.worker(who).give_up()
 
-        @rule(who=PICK, which=PICK, keep=st.booleans())
+        @step(who=PICK, which=PICK, keep=BOOLEAN)
         def send(self, who, which, keep):
             api = self.pick(self.world.apis, who)
             item = self.pick(api.items, which)
@@ -106,33 +101,33 @@ def build_machine(**world_parts):
                 if not keep:
                     api.items.remove(item)
 
-        @rule(who=PICK, which=PICK)
+        @step(who=PICK, which=PICK)
         def drop_in_api_process(self, who, which):
             items = self.pick(self.world.apis, who).items
             if items:
                 items.pop(which % len(items))
 
-        @rule(which=PICK)
+        @step(which=PICK)
         def drop_in_engine(self, which):
             held = self.world.engine.held
             if held:
                 held.pop(which % len(held))
 
-        @rule(who=PICK, how_many=st.integers(1, 4))
+        @step(who=PICK, how_many=one_of(1, 2, 3, 4))
         def deliver_to_engine(self, who, how_many):
             api = self.pick(self.world.apis, who)
             api.flush()
             for _ in range(min(how_many, len(api.to_engine))):
                 self.world.engine.receive(api)
 
-        @rule(who=PICK, how_many=st.integers(1, 4))
+        @step(who=PICK, how_many=one_of(1, 2, 3, 4))
         def deliver_to_api(self, who, how_many):
             api = self.pick(self.world.apis, who)
             self.world.engine.collect()
             for _ in range(min(how_many, len(api.from_engine))):
                 api.receive()
 
-        @rule(who=PICK, really=st.booleans())
+        @step(who=PICK, really=BOOLEAN)
         def spoil_a_message(self, who, really):
             api = self.pick(self.world.apis, who)
             for number, frames in enumerate(api.to_engine):
@@ -141,7 +136,7 @@ def build_machine(**world_parts):
                     api.to_engine[number] = [b"\xc1"]
                     break
 
-        @rule(who=PICK, what=st.sampled_from(["worker", "api", "engine"] + [None] * 4))
+        @step(who=PICK, what=one_of("worker", "api", "engine", *[None] * 4))
         def kill(self, who, what):
             if what == "worker":
                 self.world.kill_worker(self.worker(who))
@@ -150,17 +145,17 @@ def build_machine(**world_parts):
             elif what == "engine":
                 self.world.restart_engine()
 
-        @rule(who=PICK, seconds=st.sampled_from([1, 50, 70]))
+        @step(who=PICK, seconds=one_of(1, 50, 70))
         def sweep(self, who, seconds):
             self.world.now += seconds
             self.pick(self.world.apis, who).pool.sweep()
 
-        @rule()
+        @step()
         def deliver_all(self):
             self.world.deliver_all()
 
         @invariant()
-        def sound(self):
+        def check(self):
             self.world.check()
 
         def teardown(self):
@@ -170,15 +165,18 @@ def build_machine(**world_parts):
     return Machine
 
 
-def run(max_examples, phases, **world_parts):
+MOST_STEPS = 50
+
+
+def run(max_examples, **world_parts):
     run_state_machine_as_test(
         build_machine(**world_parts),
         settings=settings(
             max_examples=max_examples,
-            stateful_step_count=50,
+            stateful_step_count=MOST_STEPS,
             deadline=None,
             database=None,
-            phases=phases,
+            phases=[Phase.generate, Phase.shrink],
             derandomize=True,
             suppress_health_check=list(HealthCheck),
         ),
@@ -186,19 +184,21 @@ def run(max_examples, phases, **world_parts):
 
 
 def test_no_interleaving_breaks_the_rules_of_slabs():
-    run(100, [Phase.generate, Phase.shrink])
+    run(20)
+    run_seeds(build_machine(), 300, MOST_STEPS)
 
 
 def test_nor_with_one_api_process():
-    run(20, [Phase.generate, Phase.shrink], num_apis=1)
+    run(5, num_apis=1)
+    run_seeds(build_machine(num_apis=1), 100, MOST_STEPS)
 
 
 # --- mutations: each must be found ------------------------------------------------------------
 
 
-def assert_found(how, max_examples=1000, **world_parts):
+def assert_found(how, num_seeds=2000, **world_parts):
     with pytest.raises(AssertionError, match=how):
-        run(max_examples, [Phase.generate], **world_parts)
+        run_seeds(build_machine(**world_parts), num_seeds, MOST_STEPS)
 
 
 def test_forgetting_what_the_engine_still_reads_is_found():

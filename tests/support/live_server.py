@@ -98,13 +98,8 @@ class LiveServer:
         return httpx.post(self.url + path, content=body, timeout=60)
 
     def metrics(self) -> dict[str, float]:
-        """Every sample, by name and label values: `media_decodes_total:image`."""
-        found = {}
-        for family in text_string_to_metric_families(self.get("/metrics").text):
-            for sample in family.samples:
-                labels = ":".join(["", *sample.labels.values()]) if sample.labels else ""
-                found[sample.name.removeprefix("lookonce_") + labels] = sample.value
-        return found
+        """Every sample, as `samples` names it."""
+        return samples(self.get("/metrics").text)
 
     def engine_pid(self) -> int | None:
         """The pid of the engine process."""
@@ -146,6 +141,16 @@ class _Watcher:
 
 def _limit_descriptors(most: int) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def samples(text: str) -> dict[str, float]:
+    """Every sample of `/metrics`, by name and label values: `media_decodes_total:image`."""
+    found = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            labels = ":".join(["", *sample.labels.values()]) if sample.labels else ""
+            found[sample.name.removeprefix("lookonce_") + labels] = sample.value
+    return found
 
 
 def until(condition: Callable[[], object], seconds: float, explain: Callable[[], str]) -> None:

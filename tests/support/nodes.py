@@ -33,7 +33,12 @@ from lookonce.render.families.registry import load_family
 from lookonce.render.media import external_items
 from lookonce.render.media.loader import MediaLoader
 from lookonce.render.media.processing import MediaJob, Processed
-from lookonce.render.media.resolver import MediaResolver, NameBindings, RendererDirectory
+from lookonce.render.media.resolver import (
+    MediaResolver,
+    NameBindings,
+    RendererDirectory,
+    RenderStats,
+)
 from lookonce.render.prompt.encoder import PromptEncoder, template_sources
 from lookonce.render.prompt.tokenizer import Tokenizer
 from lookonce.render.readonly import ReadOnlyBindings, ReadOnlyDirectory, open_readonly
@@ -41,6 +46,7 @@ from lookonce.render.renderer import Renderer
 from lookonce.server.http.app import RENDER_ROUTES, build_app
 from lookonce.server.http.request_guard import RequestGuard
 from lookonce.server.services import KeyRing, Services
+from lookonce.types.counts import Counts
 from tests.support.in_process_link import InProcessHub
 from tests.support.model.chats import PoolInProcess
 from tests.support.render.counted import counts_of
@@ -146,20 +152,25 @@ def make_config(folder: Path, **options: Any) -> Config:
 async def engine_node(folder: Path, **options: Any) -> AsyncIterator[Node]:
     """As `lookonce serve`."""
     config = make_config(folder, **options)
-    hub = InProcessHub()
+    hub, counts = InProcessHub(), Counts()
     client = EngineClient(
         config.channel,
         processor_cache_bytes=config.media.processor_cache_bytes,
         connect=hub.client_link,
+        counts=counts,
     )
     with _running_engine(config, hub) as steps:
         slabs = OwnSlabs(client.slabs) if config.media.shared_cache_bytes else None
-        async with client, _renderer(config, client.directory, client.sender.uuids, slabs) as main:
+        bindings = client.sender.uuids
+        async with client, _renderer(config, client.directory, bindings, slabs, counts) as main:
             await client.wait_ready()
             renderer, pool = main
-            async with open_readonly(
-                renderer, config.media, directory=client.directory, uuids=client.sender.uuids
-            ) as readonly, _node(config, pool, client, renderer, readonly) as node:  # fmt: skip
+            async with (
+                open_readonly(
+                    renderer, config.media, directory=client.directory, uuids=bindings
+                ) as readonly,
+                _node(config, pool, client, renderer, readonly, counts) as node,
+            ):
                 node.steps = steps
                 yield node
 
@@ -183,13 +194,14 @@ async def _node(
     engine: EngineClient | None,
     renderer: Any,
     readonly: Any,
+    counts: Counts | None = None,
 ) -> AsyncIterator[Node]:
     services = Services(
         config=config,
         renderer=renderer,
         readonly=readonly,
         engine=engine or RenderOnlyEngine(),
-        metrics=Metrics("m"),
+        metrics=Metrics("m", counts=counts),
         keys=KeyRing.of(config.server),
         guard=RequestGuard.of(config.server),
     )
@@ -227,6 +239,7 @@ async def _renderer(
     directory: RendererDirectory,
     uuids: NameBindings | UuidBindings,
     slabs: OwnSlabs | None = None,
+    counts: Counts | None = None,
 ) -> AsyncIterator[tuple[Renderer, CountingPool | None]]:
     """The real renderer, except that it decodes and processes right here."""
     folder = Path(config.model.folder)
@@ -242,6 +255,7 @@ async def _renderer(
         loader=loader,
         pool=pool,
         max_bytes=config.media.max_bytes,
+        stats=RenderStats(loader.fetched, counts),
     )
     renderer = Renderer(
         encoder=PromptEncoder(tokenizer, template_sources(folder, tokenizer), pool.family),
