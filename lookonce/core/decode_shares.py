@@ -157,8 +157,11 @@ class DecodeShares:
         return [sequence for sequence in decodes if sequence in chosen]
 
     def note_done(self, plan: StepPlan) -> None:
-        """The step has ended; nothing was updated yet. Called for steps with new prompts, too, while
-        one tenant is served: what they cost is known then once another one comes."""
+        """The step has ended; nothing was updated yet.
+
+        Called for steps with new prompts while one tenant is served, too: what they cost is known
+        then once another one comes.
+        """
         if plan.encode or plan.restore:
             return
         seconds = self._state.clock() - self._planned_at
