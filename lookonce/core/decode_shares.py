@@ -38,6 +38,7 @@ NEGLIGIBLE = 1e6
 SLICE_SECONDS = 0.008
 """For tokens of prompts; as long as a step of no sequence where that is longer."""
 MIN_SLICE_TOKENS = 32
+NOBODY: frozenset[str] = frozenset()
 LEAST_SPREAD = 0.1
 """Below this relative spread of the numbers of sequences nothing is known of the part of a step's
 time that does not depend on them: it counts as 0, and steps of fewer sequences will tell."""
@@ -96,7 +97,7 @@ class DecodeShares:
     def __init__(self, state: SchedulerState, *, cuts_prompts: bool = True) -> None:
         self._state = state
         self._cuts_prompts = cuts_prompts
-        self._behind: frozenset[str] = frozenset()
+        self.behind = NOBODY
         """Tenants of whose prompts this step computes nothing."""
         self._served: dict[str, _Served] = {}
         self._times = StepTimes()
@@ -112,7 +113,7 @@ class DecodeShares:
         served."""
         self._planned_at = self._state.clock()
         self.measures = not self._is_one_tenant
-        self._behind = frozenset()
+        self.behind = NOBODY
         if not self.measures:
             return decodes
         self._note_served()
@@ -120,7 +121,7 @@ class DecodeShares:
         decoding = {sequence.request.tenant for sequence in decodes}
         if decoding and self._cuts_prompts:
             least = min(self._served[tenant].used for tenant in decoding)
-            self._behind = frozenset(t for t, s in self._served.items() if s.used > least)
+            self.behind = frozenset(t for t, s in self._served.items() if s.used > least)
         return decodes
 
     @property
@@ -134,10 +135,7 @@ class DecodeShares:
 
     def let_all_compute(self) -> None:
         """Nothing decodes after all, so that nobody's prompts need to wait."""
-        self._behind = frozenset()
-
-    def may_compute_prompt(self, tenant: str) -> bool:
-        return tenant not in self._behind
+        self.behind = NOBODY
 
     def _limited(self, decodes: list[Sequence]) -> list[Sequence]:
         limits = row_limits(

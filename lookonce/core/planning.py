@@ -127,7 +127,7 @@ class Planner:
         fairness, shares = self._fairness, self.decode_shares
         self.session_eviction.next_time = None
         decodes = shares.choose(self._queues.decoding.head(self._max_tokens))
-        tokens, most = self._max_tokens, shares.prompt_tokens
+        tokens, most = self._max_tokens, shares.prompt_tokens if shares.measures else None
         if most is not None:
             tokens = min(tokens, len(decodes) + most)
         step = StepPass(tokens, self._max_encoder_rows)
@@ -183,7 +183,7 @@ class Planner:
         Where it lacks room in the encoder cache, the others may not take any (`room_kept`).
         """
         for sequence in self._fairness.first_candidates():
-            if not self._may_compute_prompt(sequence):
+            if sequence.request.tenant in self.decode_shares.behind:
                 continue
             waiting = sequence.state is SequenceState.WAITING
             if waiting and sequence is self._queues.turns.first(self._queues.waiting):
@@ -197,9 +197,6 @@ class Planner:
                 step.room_kept = True
                 return sequence
         return None
-
-    def _may_compute_prompt(self, sequence: Sequence) -> bool:
-        return self.decode_shares.may_compute_prompt(sequence.request.tenant)
 
     def _plan_decodes(self, decodes: list[Sequence], step: StepPass) -> None:
         """Decodes are listed first in the plan, also where a starved sequence was planned first."""
@@ -225,7 +222,7 @@ class Planner:
         for sequence in prompts:
             if sequence is first:
                 continue
-            if step.tokens > 0 and self._may_compute_prompt(sequence):
+            if step.tokens > 0 and sequence.request.tenant not in self.decode_shares.behind:
                 self._plan_chunk(sequence, step)
             else:
                 step.starved.append(sequence)
@@ -247,7 +244,7 @@ class Planner:
             heads = {
                 tenant: cost
                 for tenant, cost in tenants.heads(step.tokens, admits=admits).items()
-                if self.decode_shares.may_compute_prompt(tenant)
+                if tenant not in self.decode_shares.behind
             }
             if not heads:
                 break
@@ -265,7 +262,7 @@ class Planner:
     def _plan_admissions(self, step: StepPass) -> None:
         while step.tokens > 0 and not step.stalled:
             sequence = self._queues.waiting.first
-            if sequence is None or not self._may_compute_prompt(sequence):
+            if sequence is None or sequence.request.tenant in self.decode_shares.behind:
                 return
             if not self._try_admit(sequence, step):
                 return
