@@ -656,6 +656,14 @@ class ReloadedSettings:
     api_keys: tuple[ApiKey, ...]
     limits: Limits | None = None
 
+    def summary(self) -> str:
+        """For the log: how many of what there are."""
+        told = [f"{len(self.api_keys)} API keys" if self.api_keys else "no API keys"]
+        if self.limits is not None:
+            tenants, keys = len(self.limits.tenants), len(self.limits.keys)
+            told.append(f"limits (sections of tenants: {tenants}, of keys: {keys})")
+        return ", ".join(told)
+
 
 def reloaded_settings(server: ServerConfig) -> ReloadedSettings:
     """What SIGHUP reads again. Raises `ConfigError`."""

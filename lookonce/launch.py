@@ -13,7 +13,7 @@ API process serves, the supervisor answers in their place, with 503 (`Unavailabl
 
 SIGTERM, SIGINT   API processes finish what runs, up to the drain timeout; then the engine ends
 a second one      everything is killed
-SIGHUP            API keys and the TLS certificate are read again; nothing else changes
+SIGHUP            API keys, limits and the TLS certificate are read again; nothing else changes
 """
 
 from __future__ import annotations
@@ -164,7 +164,8 @@ class Supervisor:
         self._stop_asked.set()
 
     def reload(self) -> None:
-        """Read the API keys again, and have the API processes use them and their certificate."""
+        """Read API keys and limits again, and have the API processes use them and the certificate
+        as it is now."""
         if self._url is not None:
             self._manager.reloading()
         try:
@@ -181,8 +182,8 @@ class Supervisor:
         keys = settings.api_keys
         server = dataclasses.replace(self._config.server, api_keys=keys, limits=settings.limits)
         self._config = dataclasses.replace(self._config, server=server)  # of processes to come
-        told = f"{len(keys)} API keys" if keys else "no API keys, as before"
-        logger.info("SIGHUP: %s, and the TLS certificate if there is one", told)
+        certificate = ", and the TLS certificate" if server.ssl_certfile is not None else ""
+        logger.info("SIGHUP: %s%s", settings.summary(), certificate)
         line = msgspec.json.encode(settings)
         for api in self._apis:
             api.tell(line)

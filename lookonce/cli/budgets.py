@@ -23,6 +23,7 @@ from lookonce.server.http.body import MAX_VALUES
 from lookonce.server.http.connections import DISCARD_SECONDS, MAX_PIPELINED
 from lookonce.server.http.multipart import MAX_FIELD_BYTES, MAX_FIELDS
 from lookonce.server.http.websocket import MAX_FRAGMENTS, MAX_MESSAGE_BYTES
+from lookonce.server.response_store import LARGEST_CONTEXT, LARGEST_PAGE, MOST_ENTRIES
 from lookonce.server.routes.completions import MAX_PROMPTS
 from lookonce.server.routes.conversations import MAX_ITEMS
 from lookonce.server.routes.pooling import MAX_INPUTS, MAX_NUMBERS
@@ -97,6 +98,12 @@ BUDGETS = (
            "its latest answers are preempted, never its earliest"),
     Budget("stored responses and conversations", _option("response_store_gb"), "GiB", "process",
            "the tenant that has most loses what it used least recently"),
+    Budget("items of a conversation, or of a response with what it continues", MOST_ENTRIES,
+           "items", "request", "413"),
+    Budget("stored items that are continued or referred to", LARGEST_CONTEXT, "bytes", "request",
+           "413"),
+    Budget("stored items of a page", LARGEST_PAGE, "bytes", "request",
+           "the page ends earlier, after one item at least"),
     # of a request
     Budget("body", f"16 MiB and four of {_option('max_media_bytes')} in base64", "bytes", "request",
            "413"),

@@ -1,13 +1,19 @@
-"""How many sequences of each tenant decode in one step.
+"""What each tenant gets of a step, where several are served.
 
-On a CPU a step takes longer the more sequences it computes, so one tenant's many answers would slow
-every token of another tenant's few. Where several tenants are served, the tenants with most
-sequences decode only some of them in a step, in turn, so that for each tenant
+**Decodes.** On a CPU a step takes longer the more sequences it computes, so one tenant's many
+answers would slow every token of another tenant's few. So the tenants with most sequences decode
+only some of them in a step, in turn, such that for each tenant
 
     seconds of the step ≤ sum of all weights / its weight x seconds of a step of its own sequences
 
-which is what it would have alone with its share of the machine. What a step costs is measured
-(`StepTimes`); where it does not grow with the sequences, as on most GPUs, nothing is limited.
+which is what it would have alone with its share of the machine.
+
+**Prompts.** A step computes no more tokens of prompts than take `SLICE_SECONDS`, so that nobody
+waits long for a step of another one; and none of a tenant that has used more time, for its weight,
+than another one that decodes in this step. Models whose items or prompts are never cut are exempt.
+
+What steps cost is measured (`StepTimes`); where it does not grow with the sequences, as on most
+GPUs, no decodes are limited.
 """
 
 from __future__ import annotations
@@ -24,10 +30,15 @@ from lookonce.types.step import StepPlan
 LINGER_SECONDS = 0.25
 """A tenant without sequences counts as served for so long: whoever asks one question after another
 would otherwise wait, at each, for a step of all sequences of the others."""
+PROMPT_DECAY = 0.8
 DECAY = 0.98
 """Weight of the measurements so far beside a new one."""
 NEGLIGIBLE = 1e6
 """A step that takes so many times as long as each of its sequences adds takes always as long."""
+SLICE_SECONDS = 0.008
+"""For tokens of prompts; as long as a step of no sequence where that is longer."""
+MIN_SLICE_TOKENS = 32
+NOBODY: frozenset[str] = frozenset()
 LEAST_SPREAD = 0.1
 """Below this relative spread of the numbers of sequences nothing is known of the part of a step's
 time that does not depend on them: it counts as 0, and steps of fewer sequences will tell."""
@@ -39,6 +50,8 @@ class StepTimes:
 
     def __init__(self) -> None:
         self._count = self._x = self._y = self._xx = self._xy = 0.0
+        self.prompt_token = 0.0
+        """Seconds of each token of a prompt; 0 until it was measured."""
 
     def note(self, num_sequences: int, seconds: float) -> None:
         self._count = self._count * DECAY + 1
@@ -46,6 +59,13 @@ class StepTimes:
         self._y = self._y * DECAY + seconds
         self._xx = self._xx * DECAY + num_sequences * num_sequences
         self._xy = self._xy * DECAY + num_sequences * seconds
+
+    def note_prompt(self, num_tokens: int, num_sequences: int, seconds: float) -> None:
+        """A step with so many tokens of prompts beside `num_sequences` that decode."""
+        fixed, each = self.line()
+        cost = max(0.0, seconds - fixed - each * num_sequences) / num_tokens
+        known = self.prompt_token
+        self.prompt_token = cost if not known else PROMPT_DECAY * known + (1 - PROMPT_DECAY) * cost
 
     def line(self) -> tuple[float, float]:
         """(seconds of any step, seconds of each sequence); neither is negative."""
@@ -67,15 +87,22 @@ class _Served:
     num_sequences: int
     weight: float
     until: float
+    used: float = 0.0
+    """Seconds of steps for its weight, counted while others were served, too."""
 
 
 class DecodeShares:
-    """Chooses what decodes in a step."""
+    """Chooses what a step computes. `cuts_prompts`: whether prompts may be cut anywhere."""
 
-    def __init__(self, state: SchedulerState) -> None:
+    def __init__(self, state: SchedulerState, *, cuts_prompts: bool = True) -> None:
         self._state = state
+        self._cuts_prompts = cuts_prompts
+        self.behind = NOBODY
+        """Tenants of whose prompts this step computes nothing."""
         self._served: dict[str, _Served] = {}
         self._times = StepTimes()
+        self._working: set[str] = set()
+        """Tenants that had something to compute in the last step."""
         self._num_turns = 0
         self.measures = False
         """Whether the last step was chosen for while several tenants were served."""
@@ -84,11 +111,33 @@ class DecodeShares:
     def choose(self, decodes: list[Sequence]) -> list[Sequence]:
         """Of `decodes`, in their order, those that the next step computes: all where one tenant is
         served."""
+        self._planned_at = self._state.clock()
         self.measures = not self._is_one_tenant
+        self.behind = NOBODY
         if not self.measures:
             return decodes
-        self._planned_at = self._state.clock()
         self._note_served()
+        decodes = self._limited(decodes)
+        decoding = {sequence.request.tenant for sequence in decodes}
+        if decoding and self._cuts_prompts:
+            least = min(self._served[tenant].used for tenant in decoding)
+            self.behind = frozenset(t for t, s in self._served.items() if s.used > least)
+        return decodes
+
+    @property
+    def prompt_tokens(self) -> int | None:
+        """Most tokens of prompts that the step computes; None: as many as there is room for."""
+        cost = self._times.prompt_token
+        if not (self.measures and self._cuts_prompts and cost):
+            return None
+        fixed, _ = self._times.line()
+        return max(MIN_SLICE_TOKENS, int(max(SLICE_SECONDS, fixed) / cost))
+
+    def let_all_compute(self) -> None:
+        """Nothing decodes after all, so that nobody's prompts need to wait."""
+        self.behind = NOBODY
+
+    def _limited(self, decodes: list[Sequence]) -> list[Sequence]:
         limits = row_limits(
             {tenant: (s.num_sequences, s.weight) for tenant, s in self._served.items()},
             *self._times.line(),
@@ -106,9 +155,32 @@ class DecodeShares:
         return [sequence for sequence in decodes if sequence in chosen]
 
     def note_done(self, plan: StepPlan) -> None:
-        """The step has ended."""
-        if plan.scheduled and _only_decodes(plan):
-            self._times.note(len(plan.scheduled), self._state.clock() - self._planned_at)
+        """The step has ended; nothing was updated yet.
+
+        Called for steps with new prompts while one tenant is served, too: what they cost is known
+        then once another one comes.
+        """
+        if plan.encode or plan.restore:
+            return
+        seconds = self._state.clock() - self._planned_at
+        num_decodes = sum(chunk.num_tokens == 1 for chunk in plan.scheduled)
+        num_tokens = sum(chunk.num_tokens for chunk in plan.scheduled if chunk.num_tokens > 1)
+        if num_tokens >= MIN_SLICE_TOKENS:
+            self._times.note_prompt(num_tokens, num_decodes, seconds)
+        elif self.measures and num_decodes and not num_tokens:
+            self._times.note(num_decodes, seconds)
+        if self.measures:
+            self._charge(plan)
+
+    def _charge(self, plan: StepPlan) -> None:
+        """Each tenant with what its part of the step costs by itself."""
+        _, each = self._times.line()
+        for chunk in plan.scheduled:
+            sequence = self._state.queues.sequences.get(chunk.seq_id)
+            if sequence is None or (served := self._served.get(sequence.request.tenant)) is None:
+                continue
+            cost = each if chunk.num_tokens == 1 else self._times.prompt_token * chunk.num_tokens
+            served.used += cost / served.weight
 
     @property
     def _is_one_tenant(self) -> bool:
@@ -132,12 +204,17 @@ class DecodeShares:
             weights[sequence.request.tenant] = sequence.request.weight
         for tenant in [t for t, s in self._served.items() if s.until <= now]:
             del self._served[tenant]
+        # Whoever comes, or comes back, has no claim on what others used meanwhile.
+        at_work = [self._served[t].used for t in self._working & self._served.keys()]
+        least = min(at_work, default=0.0)
         for tenant, count in computing.items():
-            self._served[tenant] = _Served(count, weights[tenant], now + LINGER_SECONDS)
-
-
-def _only_decodes(plan: StepPlan) -> bool:
-    return not (plan.new or plan.encode or plan.restore) and plan.num_tokens == len(plan.scheduled)
+            before = self._served.get(tenant)
+            used = 0.0 if before is None else before.used
+            if tenant not in self._working:
+                used = max(used, least)
+            until = now + LINGER_SECONDS
+            self._served[tenant] = _Served(count, weights[tenant], until, used)
+        self._working = set(computing)
 
 
 def _all(*queues: Iterable[Sequence]) -> Iterable[Sequence]:

@@ -77,7 +77,9 @@ class Planner:
         self._was_stalled = False
         """In the last step a running prompt waited for tokens or room."""
         self.session_eviction = SessionEviction(state)
-        self.decode_shares = DecodeShares(state)
+        self.decode_shares = DecodeShares(
+            state, cuts_prompts=not (model.unsplittable or model.encoder_only)
+        )
         self.encode_owners: EncodeOwners = []
         """Of the last plan's encoder runs."""
         self.encodes_from = 0.0
@@ -122,12 +124,13 @@ class Planner:
         )
 
     def _plan_pass(self) -> StepPass:
-        step = StepPass(self._max_tokens, self._max_encoder_rows)
-        fairness = self._fairness
+        fairness, shares = self._fairness, self.decode_shares
         self.session_eviction.next_time = None
-        decodes = self._queues.decoding.head(step.tokens)
-        if decodes:
-            decodes = self.decode_shares.choose(decodes)
+        decodes = shares.choose(self._queues.decoding.head(self._max_tokens))
+        tokens, most = self._max_tokens, shares.prompt_tokens if shares.measures else None
+        if most is not None:
+            tokens = min(tokens, len(decodes) + most)
+        step = StepPass(tokens, self._max_encoder_rows)
         if decodes:
             self._grow_decodes(decodes)
         first = self._plan_first(step) if fairness.starved else None
@@ -136,6 +139,8 @@ class Planner:
             needy = self._make_way()
         if decodes:
             self._plan_decodes(decodes, step)
+        if not step.scheduled:
+            shares.let_all_compute()
         if needy is not None and step.tokens > 0 and self._try_admit(needy, step):
             first = needy
         if self._queues.has_prompts:
@@ -178,6 +183,8 @@ class Planner:
         Where it lacks room in the encoder cache, the others may not take any (`room_kept`).
         """
         for sequence in self._fairness.first_candidates():
+            if sequence.request.tenant in self.decode_shares.behind:
+                continue
             waiting = sequence.state is SequenceState.WAITING
             if waiting and sequence is self._queues.turns.first(self._queues.waiting):
                 self._try_admit(sequence, step)
@@ -215,7 +222,7 @@ class Planner:
         for sequence in prompts:
             if sequence is first:
                 continue
-            if step.tokens > 0:
+            if step.tokens > 0 and sequence.request.tenant not in self.decode_shares.behind:
                 self._plan_chunk(sequence, step)
             else:
                 step.starved.append(sequence)
@@ -234,7 +241,11 @@ class Planner:
         )
         while step.tokens > 0:
             admits = not step.stalled and not (self._was_stalled and tenants.running)
-            heads = tenants.heads(step.tokens, admits=admits)
+            heads = {
+                tenant: cost
+                for tenant, cost in tenants.heads(step.tokens, admits=admits).items()
+                if tenant not in self.decode_shares.behind
+            }
             if not heads:
                 break
             tenant = self._queues.turns.choose(heads)
@@ -251,7 +262,9 @@ class Planner:
     def _plan_admissions(self, step: StepPass) -> None:
         while step.tokens > 0 and not step.stalled:
             sequence = self._queues.waiting.first
-            if sequence is None or not self._try_admit(sequence, step):
+            if sequence is None or sequence.request.tenant in self.decode_shares.behind:
+                return
+            if not self._try_admit(sequence, step):
                 return
         step.starved += self._queues.waiting.head(1)
 

@@ -109,7 +109,7 @@ class Scheduler:
 
     def update_from_output(self, plan: StepPlan, result: StepResult) -> SchedulerOutput:
         """Apply what the runner computed for `plan`. Returns all output since the last call."""
-        if self._planner.decode_shares.measures:
+        if plan.new or self._planner.decode_shares.measures:
             self._planner.decode_shares.note_done(plan)
         self._update.update(plan, result, self._planner.encode_owners, self._planner.encodes_from)
         return self.take_output()

@@ -345,8 +345,8 @@ class SchedulerOutput(msgspec.Struct, gc=False):
 _order = attrgetter("order")
 _ACTIVE = frozenset({SequenceState.PREFILLING, SequenceState.DECODING, SequenceState.IDLE})
 _PROMPTS = frozenset({SequenceState.WAITING, SequenceState.PREFILLING})
-QUANTUM = 512
-"""Tokens that a tenant of weight 1 may compute in one round."""
+QUANTUM = 64
+"""Tokens that a tenant of weight 1 may compute in one round; a step may be many rounds."""
 
 
 class SequenceQueue(list[Sequence]):

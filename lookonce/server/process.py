@@ -75,6 +75,9 @@ TRIM_BYTES = 64 << 20
 ones too, would leave it in pieces that stay with this process."""
 REST_BYTES, REST_CONNECTIONS = 1 << 20, 128
 """So many bytes received or connections ended are enough where nothing comes any more."""
+CLOSING_SECONDS = 0.7
+"""For clients to agree to the end of their connections, as TLS and WebSockets ask them to. uvicorn
+waits a second (`timeout_graceful_shutdown`), and then writes an error."""
 CUT_OFF_SECONDS = 2.0
 """For requests that are cut off to tell their clients."""
 SWITCH_SECONDS = 0.0005
@@ -138,6 +141,17 @@ class ApiServer(uvicorn.Server):
         self.servers = [acceptor]  # type: ignore[list-item]
         self.started = True
         self._on_serving()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Close every connection; those of clients that say nothing are cut. Called when no
+        request is being served any more, or for long enough."""
+        closing = asyncio.get_running_loop().call_later(CLOSING_SECONDS, self._cut_connections)
+        await super().shutdown(sockets)
+        closing.cancel()
+
+    def _cut_connections(self) -> None:
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
 
     def reload_certificate(self, config: ServerConfig) -> None:
         """For handshakes from now on. Raises `ConfigError`; the old one is used then."""
@@ -327,8 +341,7 @@ class DrainOnSignal:
             self._server.reload_certificate(self._services.config.server)
         except ConfigError as error:
             logger.error("SIGHUP: %s; the certificate stays what it was", error.message)
-        if keys:
-            logger.info("%d API keys are accepted from now on", len(keys))
+        logger.info("from now on: %s", settings.summary())
 
 
 def preloaded(settings: Mapping[str, Any]) -> Callable[[], None]:

@@ -22,11 +22,13 @@ import logging
 import os
 import sqlite3
 import time
+from bisect import bisect_right
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import sha256
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
@@ -59,6 +61,12 @@ ENTRY_BYTES = 48
 """What a row and its place in the indexes count beside its contents."""
 LARGEST_SHARE = 4
 """New items of one request may have this part of `max_bytes`."""
+LARGEST_CONTEXT = 128 << 20
+LARGEST_PAGE = 32 << 20
+"""Bytes of items that are read at a time: a text that many items share is stored once, but read as
+often as it stands in them."""
+MOST_ENTRIES = 65_536
+"""Items of one response or conversation: more would fit no model."""
 BUSY_SECONDS = 10.0
 SWEEP_SECONDS = 300.0
 UNFINISHED_SECONDS = 86_400.0
@@ -138,6 +146,12 @@ CREATE TRIGGER entry_uncounted AFTER DELETE ON entries BEGIN
     WHERE tenant = (SELECT tenant FROM owners WHERE number = old.owner);
 END;
 """
+
+READ_BYTES = (
+    "length(items.body) + (SELECT coalesce(sum(bytes), 0) FROM item_blobs "
+    "JOIN blobs ON blobs.number = blob WHERE item_blobs.item = items.number)"
+)
+"""Of a row of `items`: its bytes with those of its long texts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,6 +246,7 @@ class ResponseDatabase:
                 owner = self._find(tenant, origin.kind, origin.id, origin.param)
                 self._touch(owner)
                 before = self._end(owner)
+                self._check_context(owner, origin.param)
                 self._sql.execute(
                     "INSERT INTO entries SELECT ?, position, item, 0 FROM entries WHERE owner = ?",
                     (number, owner),
@@ -308,10 +323,11 @@ class ResponseDatabase:
             self._sql.execute("DELETE FROM owners WHERE number = ?", (owner,))
 
     def context(self, tenant: str, origin: Origin) -> list[Json]:
-        """All items, in order. Raises `NotFoundError`."""
+        """All items, in order. Raises `NotFoundError`, `TooLargeError`."""
         with self._transaction():
             owner = self._find(tenant, origin.kind, origin.id, origin.param)
             self._touch(owner)
+            self._check_context(owner, origin.param)
             return self._items(owner)
 
     def page(
@@ -324,8 +340,9 @@ class ResponseDatabase:
         limit: int = 20,
         descending: bool = True,
     ) -> tuple[list[Json], bool]:
-        """Up to `limit` items behind the one named `after`, and whether there are more. Of a
-        response only its input. Raises `NotFoundError`, `BadRequestError`."""
+        """Up to `limit` items behind the one named `after`, fewer where these are large, and
+        whether there are more. Of a response only its input. Raises `NotFoundError`,
+        `BadRequestError`."""
         with self._transaction():
             owner = self._find(tenant, kind, owner_id, f"{kind}_id")
             self._touch(owner)
@@ -334,17 +351,30 @@ class ResponseDatabase:
                 raise BadRequestError(f"after: no item has the id {after[:80]!r}", param="after")
             sign, order = ("<", "DESC") if descending else (">", "ASC")
             rows = self._sql.execute(
-                "SELECT body FROM entries JOIN items ON items.number = item "
+                f"SELECT body, {READ_BYTES} FROM entries JOIN items ON items.number = item "
                 f"WHERE owner = ? AND NOT output AND (?2 IS NULL OR position {sign} ?2) "
                 f"ORDER BY position {order} LIMIT ?",
                 (owner, start, limit + 1),
             ).fetchall()
-            return [self._decoded(row[0]) for row in rows[:limit]], len(rows) > limit
+            sizes = list(accumulate(row[1] for row in rows[:limit]))
+            fit = max(1, bisect_right(sizes, LARGEST_PAGE))
+            return [self._decoded(row[0]) for row in rows[:limit][:fit]], len(rows) > fit
 
     def items(self, tenant: str, ids: Sequence[str]) -> list[Json | None]:
-        """Items by their ids; None for one that is not stored."""
+        """Items by their ids; None for one that is not stored. Raises `TooLargeError`."""
         with self._transaction():
-            return [self._item(tenant, item_id) for item_id in ids]
+            found, left = [], LARGEST_CONTEXT
+            for item_id in ids:
+                row = self._item(tenant, item_id)
+                left -= row[1] if row is not None else 0
+                if left < 0:
+                    raise TooLargeError(
+                        f"input: the items referred to have more than {LARGEST_CONTEXT} bytes "
+                        "together, which is the limit",
+                        param="input",
+                    )
+                found.append(None if row is None else self._decoded(row[0]))
+            return found
 
     # --- conversations ---
 
@@ -500,19 +530,40 @@ class ResponseDatabase:
         ).fetchall()
         return [self._decoded(row[0]) for row in rows]
 
-    def _item(self, tenant: str, item_id: str) -> Json | None:
-        row = self._sql.execute(
-            "SELECT body FROM items WHERE tenant = ? AND id = ? ORDER BY number DESC LIMIT 1",
+    def _check_context(self, owner: int, param: str) -> None:
+        """Raise `TooLargeError` where an owner's items are more than are read at a time."""
+        size = self._number(
+            f"SELECT coalesce(sum({READ_BYTES}), 0) FROM entries "
+            "JOIN items ON items.number = item WHERE owner = ?",
+            owner,
+        )
+        if size > LARGEST_CONTEXT:
+            raise TooLargeError(
+                f"{param}: its items have {size} bytes together, {LARGEST_CONTEXT} are allowed",
+                param=param,
+            )
+
+    def _item(self, tenant: str, item_id: str) -> tuple[bytes, int] | None:
+        """What is stored of it, and how many bytes it has when it is read."""
+        row: tuple[bytes, int] | None = self._sql.execute(
+            f"SELECT body, {READ_BYTES} FROM items WHERE tenant = ? AND id = ? "
+            "ORDER BY number DESC LIMIT 1",
             (tenant, item_id),
         ).fetchone()
-        return None if row is None else self._decoded(row[0])
+        return row
 
     def _add_items(
         self, tenant: str, owner: int, items: Sequence[Json], *, at: int, output: bool = False
     ) -> None:
+        held = self._number("SELECT count(*) FROM entries WHERE owner = ?", owner)
+        if held + len(items) > MOST_ENTRIES:
+            raise TooLargeError(
+                f"there would be {held + len(items)} items, {MOST_ENTRIES} are allowed",
+                param="input",
+            )
         size = 0
         for position, item in enumerate(items, at):
-            blobs: list[int] = []
+            blobs: set[int] = set()
             try:
                 body = msgspec.msgpack.encode(self._without_long_texts(tenant, item, blobs))
             except (RecursionError, OverflowError) as error:
@@ -536,12 +587,15 @@ class ResponseDatabase:
                 (owner, position, added.lastrowid, output),
             )
 
-    def _without_long_texts(self, tenant: str, value: Any, blobs: list[int]) -> Any:
-        """`value` with a blob's number for each long text; the numbers are added to `blobs`."""
+    def _without_long_texts(self, tenant: str, value: Any, blobs: set[int]) -> Any:
+        """`value` with a blob's number for each long text; the numbers are added to `blobs`. A text
+        that an item repeats stays in it: an item is not much larger than what is counted for it."""
         match value:
             case str() if len(value) >= BLOB_BYTES:
                 number = self._blob(tenant, value)
-                blobs.append(number)
+                if number in blobs:
+                    return value
+                blobs.add(number)
                 return msgspec.msgpack.Ext(BLOB_EXT, number.to_bytes(8, "big"))
             case dict():
                 return {k: self._without_long_texts(tenant, v, blobs) for k, v in value.items()}

@@ -2,37 +2,32 @@
 
 from __future__ import annotations
 
+from zlib import crc32
+
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lookonce.core.decode_shares import LINGER_SECONDS, StepTimes, row_limits
+from lookonce.core.decode_shares import (
+    LINGER_SECONDS,
+    SLICE_SECONDS,
+    StepTimes,
+    row_limits,
+)
 from lookonce.types.request import GenerateRequest
 from lookonce.types.sampling import SamplingParams
-from lookonce.types.step import StepPlan, StepResult
 from tests.support.core.builders import Limits, request, text
-from tests.support.core.engine import Engine
-from tests.support.core.fake_runner import FakeRunner
+from tests.support.core.engine import Engine, StepCosts
 
 LIMITS = Limits(num_blocks=1000, max_num_batched_tokens=64, max_num_seqs=40)
 MANY, NUM_TOKENS = 32, 80
-FIXED, EACH = 0.001, 0.0005
+COSTS = StepCosts(fixed=0.001, decode=0.0005, token=0.0002)
 
 
 class TimedEngine(Engine):
-    """Its steps take so many seconds of its own clock: `fixed`, and `each` for every sequence."""
-
-    def __init__(self, fixed: float = FIXED, each: float = EACH) -> None:
-        super().__init__(LIMITS)
-        engine = self
-
-        class TimedRunner(FakeRunner):
-            def execute(self, plan: StepPlan) -> StepResult:
-                engine.now += fixed + each * len(plan.scheduled)
-                return super().execute(plan)
-
-        self.runner = TimedRunner(LIMITS)
+    def __init__(self, costs: StepCosts = COSTS) -> None:
+        super().__init__(LIMITS, costs)
 
     def rows(self, first_id: int, end: int) -> int:
         """Of the last plan, sequences with ids in `[first_id, end)`."""
@@ -51,6 +46,12 @@ def answering(tenant: str, name: str, num_tokens: int, n: int = 1) -> GenerateRe
     return msgspec.structs.replace(built, tenant=tenant)
 
 
+def prompt(tenant: str, name: str, num_tokens: int) -> GenerateRequest:
+    tokens = text(num_tokens, seed=crc32(name.encode()))
+    built = request(name, tokens, sampling=SamplingParams(max_tokens=1))
+    return msgspec.structs.replace(built, tenant=tenant)
+
+
 def busy(engine: TimedEngine) -> None:
     """All places but some decode for one tenant."""
     engine.add(answering("many", "many", NUM_TOKENS, n=MANY))
@@ -66,11 +67,35 @@ def test_a_tenant_with_one_sequence_waits_twice_as_long_for_each_token_at_most()
         engine.add(answering("one", "first", 10))  # what steps take is measured
         engine.seconds_to_end("first")
         engine.add(answering("one", "second", 50))
-    one_step_of_all = FIXED + EACH * (MANY + 1)
+    one_step_of_all = COSTS.fixed + COSTS.decode * (MANY + 1)
     most = 2 * alone.seconds_to_end("second") + one_step_of_all
     assert beside.seconds_to_end("second") < most
     beside.run()
     assert all(len(beside.tokens["many", index]) == NUM_TOKENS for index in range(MANY))
+
+
+def test_long_prompts_of_another_tenant_delay_an_answer_by_their_share() -> None:
+    alone, beside = TimedEngine(), TimedEngine()
+    for number in range(20):
+        beside.add(prompt("many", f"m{number}", 400))
+    for engine in (alone, beside):
+        engine.add(answering("one", "first", 10))
+        engine.seconds_to_end("first")
+        engine.add(answering("one", "second", 50))
+    most = 2 * alone.seconds_to_end("second") + 3 * SLICE_SECONDS
+    assert beside.seconds_to_end("second") < most
+    assert len(beside.released) < 10  # most prompts of the other one wait
+    beside.run()
+    assert len(beside.released) == 22
+
+
+def test_prompts_are_computed_whole_where_one_tenant_is_alone() -> None:
+    engine = TimedEngine()
+    for number in range(4):
+        engine.add(prompt("many", f"m{number}", 640))
+    engine.run()
+    sizes = [sum(chunk.num_tokens for chunk in plan.scheduled) for plan in engine.plans]
+    assert sizes.count(LIMITS.max_num_batched_tokens) >= 39
 
 
 def test_the_sequences_of_the_other_tenant_take_turns() -> None:
@@ -85,7 +110,7 @@ def test_the_sequences_of_the_other_tenant_take_turns() -> None:
 
 
 def test_nobody_is_limited_where_more_sequences_take_no_longer() -> None:
-    engine = TimedEngine(fixed=0.01, each=0.0)
+    engine = TimedEngine(StepCosts(fixed=0.01))
     busy(engine)
     engine.add(answering("one", "one", 50))
     engine.seconds_to_end("one")

@@ -32,7 +32,7 @@ from tests.support.core.builders import (
     request,
     text,
 )
-from tests.support.core.engine import Engine
+from tests.support.core.engine import Engine, StepCosts
 from tests.support.core.fake_runner import prompt_scores, reference
 
 LENGTHS = {"a": 2, "b": 3, "c": 5, "d": 8, "gaps": 7}
@@ -66,6 +66,8 @@ def feature_named(name: str, offset: int) -> MediaFeature:
     return feature(name, offset, LENGTHS[name], modality=modality, is_embed=ranges)
 
 
+COSTS = [StepCosts(), StepCosts(0.001, 0.0005, 0.0002), StepCosts(0.0, 0.01, 0.01)]
+"""Where steps take time, tenants share them by it."""
 CONVERSATIONS = [
     [],
     [feature_named("d", 2), feature_named("a", 12), feature_named("gaps", 18)],
@@ -101,9 +103,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         for module in (mm_features, encoder_scheduling, encoder_cache):
             self.patch.setattr(module, "MANY", 2)
 
-    @initialize(chosen=limits())
-    def start(self, chosen: Limits) -> None:
-        self.engine = Engine(chosen)
+    @initialize(chosen=limits(), costs=st.sampled_from(COSTS))
+    def start(self, chosen: Limits, costs: StepCosts) -> None:
+        self.engine = Engine(chosen, costs)
         self.requests: dict[str, GenerateRequest] = {}
         self.sessions: set[str] = set()
         """Of those, the live ones."""

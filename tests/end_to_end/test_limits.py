@@ -50,6 +50,9 @@ def test_limits_hold_over_api_processes_and_are_read_again(tmp_path):
         deadline = time.monotonic() + 100
         while any(ask(live.url, "f").status_code != 200 for _ in range(8)):
             assert time.monotonic() < deadline, live.log()
+        told = "2 API keys, limits (sections of tenants: 1, of keys: 0)"
+        assert f"SIGHUP: {told}\n" in live.log()
+        assert f"from now on: {told}\n" in live.log()
 
 
 def test_a_mistake_in_the_file_ends_the_start_with_one_line(tmp_path):

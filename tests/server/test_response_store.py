@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from lookonce.errors import BadRequestError, ConfigError, NotFoundError, TooLargeError
+from lookonce.server import response_store
 from lookonce.server.response_store import Origin, ResponseDatabase
 
 PICTURE = "data:image/png;base64," + "A" * 5000
@@ -73,6 +74,63 @@ def test_a_long_text_is_stored_once_for_a_tenant_and_not_shared_between_tenants(
     assert database.bytes_by_tenant()["t"] < one + 1000
     answer(database, "r3", [item("a", PICTURE)], tenant="u")
     assert database.bytes_by_tenant()["u"] == one
+
+
+@pytest.fixture
+def shared(database, monkeypatch):
+    """A conversation of ten items with one text, which is stored once and read ten times."""
+    monkeypatch.setattr(response_store, "LARGEST_CONTEXT", 4 * len(PICTURE))
+    monkeypatch.setattr(response_store, "LARGEST_PAGE", 3 * len(PICTURE))
+    database.create_conversation("t", "c1", b"{}", [])
+    for number in range(10):
+        database.add_to_conversation("t", "c1", [item(str(number), PICTURE)])
+    assert database.bytes_by_tenant()["t"] < 2 * len(PICTURE)
+    return Origin("conversation", "c1")
+
+
+def test_no_more_is_read_at_a_time_than_may_be_however_little_is_stored(database, shared):
+    for read in (
+        lambda: database.context("t", shared),
+        lambda: database.begin("t", "r1", [item("new")], shared),
+        lambda: database.items("t", ["0"] * 10),
+    ):
+        with pytest.raises(TooLargeError):
+            read()
+    assert len(database.items("t", ["0", "1", "2"])) == 3
+    with pytest.raises(NotFoundError):
+        database.body("t", "response", "r1")
+
+
+def test_pages_of_large_items_are_short_and_lead_to_the_end(database, shared):
+    found, after, more = [], None, True
+    while more:
+        page, more = database.page(
+            "t", "conversation", "c1", after=after, limit=100, descending=False
+        )
+        assert 1 <= len(page) <= 3
+        found += [each["id"] for each in page]
+        after = found[-1]
+    assert found == [str(number) for number in range(10)]
+
+
+def test_an_item_larger_than_a_page_is_a_page(database, shared, monkeypatch):
+    monkeypatch.setattr(response_store, "LARGEST_PAGE", 10)
+    page, more = database.page("t", "conversation", "c1", limit=5)
+    assert (len(page), more) == (1, True)
+
+
+def test_a_text_that_an_item_repeats_is_counted_each_time(database):
+    database.create_conversation("t", "c1", b"{}", [item("a", [PICTURE] * 5)])
+    assert database.bytes_by_tenant()["t"] > 5 * len(PICTURE)
+    assert database.items("t", ["a"])[0]["content"] == [PICTURE] * 5
+
+
+def test_a_conversation_has_a_largest_number_of_items(database, monkeypatch):
+    monkeypatch.setattr(response_store, "MOST_ENTRIES", 4)
+    database.create_conversation("t", "c1", b"{}", [item(str(n)) for n in range(3)])
+    with pytest.raises(TooLargeError):
+        database.add_to_conversation("t", "c1", [item("x"), item("y")])
+    database.add_to_conversation("t", "c1", [item("z")])
 
 
 def test_what_is_not_finished_is_not_found(database):

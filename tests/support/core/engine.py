@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from lookonce.core.scheduler_state import SchedulerOutput
 from lookonce.types.request import GenerateRequest, PrefillStats, PromptLogprob, TokenDelta
@@ -12,14 +13,34 @@ from tests.support.core.builders import ROW_BYTES, Limits, items_for, make_sched
 from tests.support.core.fake_runner import FakeRunner
 
 
+@dataclass(frozen=True)
+class StepCosts:
+    """Seconds that a step takes: `fixed`, and so many for each that decodes and each token of a
+    prompt."""
+
+    fixed: float = 0.0
+    decode: float = 0.0
+    token: float = 0.0
+
+    def of(self, plan: StepPlan) -> float:
+        decodes = sum(chunk.num_tokens == 1 for chunk in plan.scheduled)
+        tokens = sum(chunk.num_tokens for chunk in plan.scheduled if chunk.num_tokens > 1)
+        return self.fixed + self.decode * decodes + self.token * tokens
+
+
 class Engine:
     """One scheduler and one fake runner that checks every plan against the same limits.
 
-    Its time stands still but for whoever sets `now`.
+    Its time stands still but for what steps cost, and for whoever sets `now`.
     """
 
-    def __init__(self, limits: Limits = Limits()) -> None:  # noqa: B008 - frozen
+    def __init__(
+        self,
+        limits: Limits = Limits(),  # noqa: B008 - frozen
+        costs: StepCosts = StepCosts(),
+    ) -> None:
         self.limits = limits
+        self.costs = costs
         self.now = 0.0
         self.scheduler = make_scheduler(limits, lambda: self.now)
         self.runner = FakeRunner(limits)
@@ -48,7 +69,9 @@ class Engine:
             self.take(self.scheduler.take_output())
             return None
         self.plans.append(plan)
-        self.take(self.scheduler.update_from_output(plan, self.runner.execute(plan)))
+        result = self.runner.execute(plan)
+        self.now += self.costs.of(plan)
+        self.take(self.scheduler.update_from_output(plan, result))
         self.scheduler.check_integrity()
         return plan
 
