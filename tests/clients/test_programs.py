@@ -20,10 +20,7 @@ from tests.support.drawing import ask, picture
 from tests.support.programs import running_program
 
 BIN = Path(sys.executable).parent
-OFFLINE = {
-    "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "LITELLM_LOCAL_MODEL_COST_MAP": "True",
-    "NO_PROXY": "127.0.0.1",
-}  # fmt: skip
+OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "NO_PROXY": "127.0.0.1"}
 CHAT = "<|im_start|>user\nSay {}.<|im_end|>\n<|im_start|>assistant\n"
 
 
