@@ -29,6 +29,10 @@ OFFLINE = {
     "ANONYMIZED_TELEMETRY": "False",
     "DO_NOT_TRACK": "true",
 }
+WEATHER = {
+    "type": "function",
+    "function": {"name": "get_weather", "description": "The weather. " * 50, "parameters": {}},
+}
 MESSAGES = ask(picture(("red", "circle")), "What shape is red?")
 
 
@@ -79,6 +83,13 @@ def test_open_webui_verifies_a_connection(web, server):
 
 def test_open_webui_asks_about_a_picture(web):
     body = {"model": "nano", "messages": MESSAGES, "stream": False}
+    answer = web.post("/api/chat/completions", json=body).json()
+    assert answer["choices"][0]["message"]["content"] == "the circle"
+
+
+def test_open_webui_asks_with_tools(web):
+    """Its page sends the names of its own tools with every question."""
+    body = {"model": "nano", "messages": MESSAGES, "stream": False, "tools": [WEATHER] * 20}
     answer = web.post("/api/chat/completions", json=body).json()
     assert answer["choices"][0]["message"]["content"] == "the circle"
 
