@@ -29,10 +29,17 @@ OFFLINE = {
     "ANONYMIZED_TELEMETRY": "False",
     "DO_NOT_TRACK": "true",
 }
-WEATHER = {
-    "type": "function",
-    "function": {"name": "get_weather", "description": "The weather. " * 50, "parameters": {}},
-}
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": f"tool_{number}",
+            "description": "What it does. " * 20,
+            "parameters": {"type": "object", "properties": {"x": {"type": "string"}}},
+        },
+    }
+    for number in range(20)
+]
 MESSAGES = ask(picture(("red", "circle")), "What shape is red?")
 
 
@@ -89,7 +96,7 @@ def test_open_webui_asks_about_a_picture(web):
 
 def test_open_webui_asks_with_tools(web):
     """Its page sends the names of its own tools with every question."""
-    body = {"model": "nano", "messages": MESSAGES, "stream": False, "tools": [WEATHER] * 20}
+    body = {"model": "nano", "messages": MESSAGES, "stream": False, "tools": TOOLS}
     answer = web.post("/api/chat/completions", json=body).json()
     assert answer["choices"][0]["message"]["content"] == "the circle"
 

@@ -54,7 +54,7 @@ TEMPLATE = (
     "{% elif part['type'] == 'text' %}{{ part['text'] }}{% endif %}"
     "{% endfor %}{% endif %}"
     "{% for call in message['tool_calls'] or [] %}"
-    "<tool_call>{{ call['function'] | tojson }}</tool_call>{% endfor %}"
+    "<tool_call>{{ call['function']['name'] }}</tool_call>{% endfor %}"
     "<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
