@@ -5,10 +5,10 @@ BIN := $(VENV)/bin
 SERVES := $(VENV)/.serves
 STAMP := $(VENV)/.installed
 
-.PHONY: setup serve wheel test test-models test-lmcache test-page test-openapi test-clients test-whisper test-alerts test-otel check structure format attack fuzz soak clean
+.PHONY: setup serve wheel test test-models test-lmcache test-page test-openapi test-clients test-open-webui test-whisper test-alerts test-otel check structure format attack fuzz soak clean
 
 # Tests run side by side, so numeric libraries get one thread each in them; a server uses all cores.
-check test test-lmcache test-page test-openapi test-clients test-whisper test-alerts test-otel attack fuzz soak: export OMP_NUM_THREADS ?= 1
+check test test-lmcache test-page test-openapi test-clients test-open-webui test-whisper test-alerts test-otel attack fuzz soak: export OMP_NUM_THREADS ?= 1
 
 # Some images say that Python shall keep no bytecode: each process would compile 3,000 modules again.
 unexport PYTHONDONTWRITEBYTECODE
@@ -101,17 +101,36 @@ test-openapi: $(STAMP)
 # one's packages; those for Node.js are skipped by name where it is absent.
 CLIENTS_VENV := .venv-clients
 CLIENTS := tests/clients
+CLIENT_TESTS := $(CLIENTS) $(addprefix tests/end_to_end/test_,openai_client.py responses.py documents.py)
+# What clients leave open when they end is no fault of ours.
+CLIENT_OPTIONS := -rs -W ignore::ResourceWarning -W ignore::pytest.PytestUnraisableExceptionWarning
+CLIENTS_TABLE = $(CLIENTS_VENV)/bin/python tools/clients_table.py .venv-*/clients.xml > docs/clients.md
 
-$(CLIENTS_VENV)/.installed: $(STAMP) $(CLIENTS)/requirements.txt $(CLIENTS)/node/package.json
+$(CLIENTS_VENV)/.installed: $(STAMP) $(CLIENTS)/requirements.txt $(CLIENTS)/constraints.txt $(CLIENTS)/node/package.json
 	@test -x $(CLIENTS_VENV)/bin/python || $(BIN)/python -m venv $(CLIENTS_VENV)
 	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$($(CLIENTS_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/lookonce.pth
+	@echo "installing other makers' clients: three minutes"
 	@$(CLIENTS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r $(CLIENTS)/requirements.txt
 	@if command -v npm >/dev/null; then cd $(CLIENTS)/node && npm install --silent --no-audit --no-fund --no-package-lock; fi
 	@touch $@
 
 test-clients: $(CLIENTS_VENV)/.installed
-	@PYTHONPATH=. $(CLIENTS_VENV)/bin/python -m pytest $(CLIENTS) tests/end_to_end/test_openai_client.py tests/end_to_end/test_responses.py --ignore $(CLIENTS)/test_schemathesis.py -rs --junitxml $(CLIENTS_VENV)/results.xml
-	@$(CLIENTS_VENV)/bin/python tools/clients_table.py $(CLIENTS_VENV)/results.xml > docs/clients.md
+	@PYTHONPATH=. $(CLIENTS_VENV)/bin/python -m pytest $(CLIENT_TESTS) --ignore $(CLIENTS)/test_schemathesis.py --ignore $(CLIENTS)/test_open_webui.py $(CLIENT_OPTIONS) --junitxml $(CLIENTS_VENV)/clients.xml
+	@$(CLIENTS_TABLE)
+
+# Open WebUI takes 2 GB, and pip minutes to resolve: uv installs it, in an environment of its own.
+OPEN_WEBUI_VENV := .venv-open-webui
+
+$(OPEN_WEBUI_VENV)/.installed: Makefile
+	@test -x $(OPEN_WEBUI_VENV)/bin/python || $(PYTHON) -m venv $(OPEN_WEBUI_VENV)
+	@$(OPEN_WEBUI_VENV)/bin/python -m pip install --quiet --disable-pip-version-check "uv>=0.9"
+	@echo "torch==2.13.0" > $(OPEN_WEBUI_VENV)/override.txt
+	@$(OPEN_WEBUI_VENV)/bin/uv pip install --quiet --system-certs --python $(OPEN_WEBUI_VENV)/bin/python --override $(OPEN_WEBUI_VENV)/override.txt $(addprefix --find-links ,$(PIP_FIND_LINKS)) "open-webui==0.12.4"
+	@touch $@
+
+test-open-webui: $(CLIENTS_VENV)/.installed $(OPEN_WEBUI_VENV)/.installed
+	@OPEN_WEBUI=$(CURDIR)/$(OPEN_WEBUI_VENV)/bin/open-webui $(BIN)/python -m pytest $(CLIENTS)/test_open_webui.py -rs --junitxml $(OPEN_WEBUI_VENV)/clients.xml
+	@$(CLIENTS_TABLE)
 
 # whisper-tiny.en, made by tools/whisper_tiny.py, hears espeak-ng's speech as it does in transformers. Skipped by
 # name where the speech or the package cannot be installed.
@@ -165,4 +184,4 @@ format: $(STAMP)
 	@$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(LMCACHE_VENV) $(FUZZ_VENV) $(CLIENTS_VENV) $(CLIENTS)/node/node_modules build dist *.egg-info
+	rm -rf $(VENV) $(LMCACHE_VENV) $(FUZZ_VENV) $(CLIENTS_VENV) $(OPEN_WEBUI_VENV) $(CLIENTS)/node/node_modules build dist *.egg-info

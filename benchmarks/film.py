@@ -34,7 +34,7 @@ import numpy as np
 from PIL import Image
 
 from benchmarks.report import Report, median, write_json
-from benchmarks.running_server import RunningServer, cpu_seconds, running_server, set_environment
+from benchmarks.running_server import RunningServer, running_server, set_environment
 from tests.support.model_folders.make import make_folder
 
 WINDOW = 64
@@ -114,24 +114,16 @@ def ask(server: RunningServer, frames: Sequence[bytes]) -> tuple[float, ...]:
             "reuse_receipt": True,
         }
     ).encode()
-    before = _cpu(server)
+    before = server.cpu_seconds()
     runs = server.metrics()["encoder_runs_total"]
     started = time.perf_counter()
     response = httpx.post(f"{server.url}/v1/chat/completions", content=body, timeout=300)
     took = time.perf_counter() - started
     response.raise_for_status()
-    spent = [(now - then) * 1e3 for now, then in zip(_cpu(server), before, strict=True)]
+    spent = [(now - then) * 1e3 for now, then in zip(server.cpu_seconds(), before, strict=True)]
     found = response.json()["reuse_receipt"]["film_frames"]
     encoded = server.metrics()["encoder_runs_total"] - runs
     return (*spent, took * 1e3, len(body) / 1e6, float(found["processed"]), encoded)
-
-
-def _cpu(server: RunningServer) -> tuple[float, float, float]:
-    """CPU seconds so far of the API process, its media workers, and the engine process."""
-    api = server.process("lookonce.server.process")
-    workers = server.processes("lookonce.render.media.worker")
-    engine = server.process("lookonce.engine.process")
-    return cpu_seconds(api), sum(map(cpu_seconds, workers)), cpu_seconds(engine)
 
 
 def encoded_frame(number: int) -> bytes:

@@ -44,6 +44,13 @@ class RunningServer:
         """The pids of all descendants that run `python -m module`."""
         return descendants(self.pid, module)
 
+    def cpu_seconds(self) -> tuple[float, float, float]:
+        """CPU seconds so far of the API process, its media workers, and the engine process."""
+        api = self.process("lookonce.server.process")
+        workers = self.processes("lookonce.render.media.worker")
+        engine = self.process("lookonce.engine.process")
+        return cpu_seconds(api), sum(map(cpu_seconds, workers)), cpu_seconds(engine)
+
     def metrics(self) -> dict[str, float]:
         """Metric name (without prefix) → value, summed over labels."""
         totals: dict[str, float] = {}

@@ -1,31 +1,40 @@
 """Prints docs/clients.md from a run of the tests of clients.
 
-    python tools/clients_table.py RESULTS.xml > docs/clients.md
+    python tools/clients_table.py RESULTS.xml... > docs/clients.md
 
-`RESULTS.xml` is what `pytest --junitxml` wrote; `make test-clients` does both. Versions are those
-of the environment that this runs in, and of `tests/clients/node`.
+Each `RESULTS.xml` is what `pytest --junitxml` wrote; `make test-clients` does both. Versions are
+those of the environment that this runs in, of `tests/clients/node`, and of `.venv-open-webui`.
 """
 
 import json
 import re
 import sys
-from importlib.metadata import version
+from importlib.metadata import distributions
 from pathlib import Path
 from xml.etree import ElementTree
 
-NODE = Path(__file__).parents[1] / "tests" / "clients" / "node" / "node_modules"
+ROOT = Path(__file__).parents[1]
+NODE = ROOT / "tests" / "clients" / "node" / "node_modules"
+OPENAI = r"end_to_end.test_(openai_client|responses|documents)\.test_(?!anthropic)|test_openai_"
 CLIENTS = (
-    ("OpenAI's client for Python", "openai", r"end_to_end.test_(openai_client|responses)"),
-    ("OpenAI's Agents SDK (realtime)", "openai-agents", r"test_realtime_agents"),
+    (
+        "OpenAI's client for Python",
+        "openai",
+        r"end_to_end.test_(openai_client|responses|documents)|test_openai_",
+    ),
+    ("OpenAI's Agents SDK", "openai-agents", r"test_agents_sdk|test_realtime_agents"),
     ("Anthropic's client for Python", "anthropic", r"test_anthropic"),
     ("LangChain", "langchain-openai", r"test_langchain"),
     ("LlamaIndex", "llama-index-llms-openai-like", r"test_llama_index"),
-    ("LiteLLM", "litellm", r"test_litellm"),
+    ("LiteLLM", "litellm", r"test_litellm_(?!proxy)"),
+    ("LiteLLM's proxy", "litellm", r"test_litellm_proxy"),
     ("instructor", "instructor", r"test_instructor"),
     ("pydantic-ai", "pydantic-ai-slim", r"test_pydantic_ai"),
     ("DSPy", "dspy", r"test_dspy"),
     ("smolagents", "smolagents", r"test_smolagents"),
     ("Haystack", "haystack-ai", r"test_haystack"),
+    ("lm-evaluation-harness", "lm-eval", r"test_lm_eval"),
+    ("Open WebUI", "open-webui", r"test_open_webui"),
     ("OpenAI's client for Node.js", "node:openai", r"test_node_clients.*\[openai: "),
     ("Vercel's AI SDK", "node:ai", r"test_node_clients.*\[ai: "),
     ("Anthropic's client for Node.js", "node:@anthropic-ai/sdk", r"test_node_clients.*\[anthropic"),
@@ -35,14 +44,16 @@ HEAD = """\
 # Clients of other makers
 
 Each was used as published, in the version named, against a real server with nano. This page is
-printed by `make test-clients` (`tools/clients_table.py`); the tests are in `tests/clients`.
+printed by `make test-clients` (`tools/clients_table.py`); the tests are in `tests/clients`. Open
+WebUI's row is that of the last `make test-open-webui`. Some of these hold OpenAI's client for
+Python below its newest version, which `make test` uses for the same tests.
 
 | client | package | version | tests passed | what was tried |
 |---|---|---|---|---|"""
 
 
 def main() -> None:
-    cases = list(ElementTree.parse(sys.argv[1]).iter("testcase"))
+    cases = [case for path in sys.argv[1:] for case in ElementTree.parse(path).iter("testcase")]
     print(HEAD)
     for name, package, pattern in CLIENTS:
         own = [case for case in cases if re.search(pattern, identity(case))]
@@ -67,7 +78,10 @@ def words(test: str) -> str:
     if said:
         return said[1]
     plain = re.sub(r"\[.*\]$", "", test).removeprefix("test_")
-    firsts = "litellm|langchain|llama_index|instructor|pydantic_ai|dspy|smolagents|haystack"
+    firsts = (
+        "openai|the_agents_sdk|agents_sdk|litellm_proxy|litellm|langchain|llama_index|instructor|"
+        "pydantic_ai|dspy|smolagents|haystack|lm_eval|open_webui"
+    )
     return re.sub(rf"^(?:{firsts})_(?:s_)?", "", plain).replace("_s_", "'s ").replace("_", " ")
 
 
@@ -77,7 +91,8 @@ def bare(package: str) -> str:
 
 def version_of(package: str) -> str:
     if not package.startswith("node:"):
-        return version(package)
+        own = [*sys.path, *map(str, ROOT.glob(".venv-open-webui/lib/*/site-packages"))]
+        return next(iter(distributions(name=package, path=own))).version
     told = json.loads((NODE / bare(package) / "package.json").read_text())
     return str(told["version"])
 

@@ -34,11 +34,13 @@ class Library:
     without: str = ""
     """A line that begins so is left out."""
     added: str = ""
+    file: str = ""
+    """Its name in `FOLDER`, where that is not the package's."""
 
     @property
     def name(self) -> str:
         """Of the file in `FOLDER`."""
-        return f"{self.package}.js"
+        return self.file or f"{self.package}.js"
 
 
 LIBRARIES = (
@@ -49,6 +51,10 @@ LIBRARIES = (
     Library(
         "temml", "0.13.5", "dist/temml.min.js", "LICENSE", "makes MathML of TeX",
         "`export default temml;` is added", added="\nexport default temml;\n",
+    ),
+    Library(
+        "@highlightjs/cdn-assets", "11.12.0", "es/highlight.min.js", "LICENSE",
+        "tells the parts of code apart", "nothing differs", file="highlight.js",
     ),
 )  # fmt: skip
 

@@ -46,7 +46,9 @@ Model = Annotated[
 
 BENCHMARKS: dict[str, tuple[str, str]] = {
     "attention": ("benchmarks.attention", "our attention kernel beside what torch offers"),
+    "documents": ("benchmarks.documents", "a PDF file that is new, sent again, changed by a page"),
     "ear": ("benchmarks.ear", "the word error rate of nano-ear on voices it never heard"),
+    "embeddings": ("benchmarks.embeddings", "inputs with pictures, new and embedded before"),
     "engine": ("benchmarks.engine", "a decode step beside the bare model and transformers"),
     "events": ("benchmarks.events", "what --events costs a step"),
     "fairness": ("benchmarks.fairness", "what one tenant's attacks cost another one"),

@@ -5,9 +5,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import os
+from collections.abc import Iterable
 from importlib.util import find_spec
+from typing import Literal
 
 import pytest
 from pydantic import BaseModel, Field
@@ -44,20 +47,121 @@ def address(server):
 # --- instructor -------------------------------------------------------------------------------
 
 
-@needs("instructor")
-@pytest.mark.parametrize("mode", ["TOOLS", "TOOLS_STRICT", "JSON_SCHEMA"])
-def test_instructor_gets_a_model_in_its_modes(address, mode):
-    import instructor
-    import openai
+@pytest.fixture
+def instructed(address):
+    """Makes a client of a mode."""
 
-    client = instructor.from_openai(
-        openai.OpenAI(base_url=address, api_key="none", max_retries=0),
-        mode=instructor.Mode[mode],
-    )
-    point = client.chat.completions.create(
+    def make(mode):
+        import instructor
+        import openai
+
+        client = openai.OpenAI(base_url=address, api_key="none", max_retries=0)
+        return instructor.from_openai(client, mode=instructor.Mode[mode])
+
+    return make
+
+
+@needs("instructor")
+@pytest.mark.parametrize("mode", ["TOOLS", "TOOLS_STRICT", "JSON_SCHEMA", "MD_JSON"])
+def test_instructor_gets_a_model_in_its_modes(instructed, mode):
+    # nano cannot be asked for a code block in words: a regular expression makes it write one.
+    block = {"structured_outputs": {"regex": '```json\\n\\{"x": [0-9]\\}\\n```'}}
+    point = instructed(mode).chat.completions.create(
         model="nano", response_model=Point, messages=ask("Say apple."), max_tokens=200,
+        max_retries=0, extra_body=block if mode == "MD_JSON" else None,
+    )  # fmt: skip
+    assert 0 <= point.x <= 9
+
+
+@needs("instructor")
+def test_instructor_gets_a_model_from_any_json(instructed):
+    class Whatever(BaseModel):
+        """What nano writes fits it, if it is an object."""
+
+    answer = instructed("JSON").chat.completions.create(
+        model="nano", response_model=Whatever, messages=ask("Say apple."), max_tokens=200,
         max_retries=0,
     )  # fmt: skip
+    assert isinstance(answer, Whatever)
+
+
+@needs("instructor")
+def test_instructor_gets_models_by_parallel_calls_and_streamed(instructed):
+    fields = {"model": "nano", "messages": ask("Say apple."), "max_retries": 0, "max_tokens": 200}
+    client = instructed("PARALLEL_TOOLS").chat.completions
+    required = {
+        "tool_choice": "required"
+    }  # instructor leaves it to the model, and nano to a grammar
+    points = list(client.create(response_model=Iterable[Point], extra_body=required, **fields))
+    assert points
+    assert all(0 <= point.x <= 9 for point in points)
+    client = instructed("JSON_SCHEMA").chat.completions
+    partial = list(client.create_partial(response_model=Point, **fields))
+    assert 0 <= partial[-1].x <= 9
+
+
+@needs("instructor")
+def test_instructor_gets_a_model_from_responses(instructed):
+    client = instructed("RESPONSES_TOOLS").responses
+    point = client.create(
+        model="nano", input="Say apple.", response_model=Point, max_output_tokens=200, max_retries=0
+    )
+    assert 0 <= point.x <= 9
+
+
+# --- OpenAI's Agents SDK ----------------------------------------------------------------------
+
+
+@pytest.fixture(params=["OpenAIChatCompletionsModel", "OpenAIResponsesModel"])
+def agents_model(request, address):
+    import agents
+    import openai
+
+    agents.set_tracing_disabled(True)
+    client = openai.AsyncOpenAI(base_url=address, api_key="none", max_retries=0)
+    return getattr(agents, request.param)("nano", client)
+
+
+@needs("agents")
+def test_agents_sdk_calls_a_tool_and_goes_on(agents_model):
+    import agents
+
+    asked = []
+
+    @agents.function_tool
+    def get_point(x: Literal[1, 2, 3]) -> str:
+        """A point on a line."""
+        asked.append(x)
+        return "apple"
+
+    settings = agents.ModelSettings(
+        tool_choice="required", parallel_tool_calls=False, max_tokens=200, temperature=0
+    )
+    agent = agents.Agent("looker", model=agents_model, tools=[get_point], model_settings=settings)
+    result = agents.Runner.run_sync(agent, "Say apple.", max_turns=4)
+    assert asked
+    assert set(asked) <= {1, 2, 3}
+    kinds = [item.type for item in result.new_items]
+    assert kinds[:2] == ["tool_call_item", "tool_call_output_item"]
+    assert kinds[-1] == "message_output_item"
+
+
+@needs("agents")
+def test_agents_sdk_streams_and_gets_a_model(agents_model):
+    import agents
+
+    settings = agents.ModelSettings(max_tokens=200, temperature=0)
+    pointer = agents.Agent("p", model=agents_model, output_type=Point, model_settings=settings)
+
+    async def scenario():  # in one event loop: the client's connections belong to it
+        result = agents.Runner.run_streamed(agents.Agent("sayer", model=agents_model), "Say apple.")
+        events = [event.type async for event in result.stream_events()]
+        point = await agents.Runner.run(pointer, "Say apple.")
+        return events, result.final_output, point.final_output
+
+    events, said, point = asyncio.run(scenario())
+    assert "raw_response_event" in events
+    assert said == "apple"
     assert 0 <= point.x <= 9
 
 

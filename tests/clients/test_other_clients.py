@@ -5,8 +5,12 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 import warnings
+from typing import Literal
 
+import pydantic
 import pytest
 
 from tests.support.drawing import ask, picture
@@ -136,6 +140,30 @@ def test_langchain_binds_tools_and_sends_results_back(lang):
     result = {"role": "tool", "tool_call_id": call["id"], "content": "sunny"}
     history = [{"role": "user", "content": "What is the weather?"}, answer, result]
     assert lang(max_tokens=20).bind_tools([WEATHER]).invoke(history).response_metadata
+
+
+def test_langchain_binds_any_tool(lang):
+    class Say(pydantic.BaseModel):
+        """Say a word."""
+
+        word: Literal["apple", "river"]
+
+    bound = lang(max_tokens=200).bind_tools([WEATHER, Say], tool_choice="any")
+    answer = bound.invoke("Say apple.")
+    assert answer.tool_calls
+    assert {call["name"] for call in answer.tool_calls} <= {"get_weather", "Say"}
+    streamed = functools.reduce(operator.add, bound.stream("Say apple."))
+    assert {call["name"] for call in streamed.tool_calls} <= {"get_weather", "Say"}
+    assert streamed.tool_calls
+
+
+@pytest.mark.parametrize("method", ["json_schema", "function_calling"])
+def test_langchain_gets_a_plain_pydantic_model(lang, method):
+    class Point(pydantic.BaseModel):
+        x: int = pydantic.Field(ge=0, le=9)
+
+    structured = lang(max_tokens=200).with_structured_output(Point, method=method)
+    assert 0 <= structured.invoke("Say apple.").x <= 9
 
 
 def test_langchain_uses_responses(lang):

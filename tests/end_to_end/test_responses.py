@@ -133,7 +133,7 @@ REFUSED = [
     ({"input": "x", "truncation": "auto"}, "truncation"),
     ({"input": "x", "include": ["file_search_call.results"]}, "include[0]"),
     ({"input": "x", "tools": [{"type": "web_search"}]}, "tools[0].type"),
-    ({"input": "x", "tools": [{"type": "function", "name": "f"}]}, "tools"),
+    ({"input": "x", "tools": [{"type": "function", "name": "f"}]}, None),
     ({"input": "x", "text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
     ({"input": "x", "text": {"format": {"type": "xml"}}}, "text.format.type"),
     ({"input": "x", "max_output_tokens": 0}, "max_output_tokens"),

@@ -28,7 +28,14 @@ A **red** [circle](https://example.org).
 - [ ] x
 
 ```py
-x = 1
+# The area.
+class Square(Shape):
+    def area(self):
+        return self.side ** 2 or len("none")
+```
+
+```html
+<p class="red">x</p>
 ```
 
 $$x^2$$
@@ -61,6 +68,8 @@ def test_nothing_is_found(open_sized, scheme):
         expect(page.locator(".receipt")).to_have_count(1)
         expect(page.locator("math")).to_be_visible()
         expect(page.locator(".kept")).to_have_count(1)
+        for kind in ("comment", "keyword", "string", "number", "title", "name"):
+            expect(page.locator(f".of-{kind}").first).to_be_visible()
         assert violations(page) == []
         if page.locator("#history").is_hidden():
             page.get_by_role("button", name="Conversations", exact=True).click()

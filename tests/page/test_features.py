@@ -135,6 +135,20 @@ def test_an_answer_is_read_as_markdown_and_nothing_in_it_is_run(reciting, open_s
     assert width <= page.viewport_size["width"]
 
 
+def test_code_has_colours_and_stays_as_it_was(reciting, open_sized):
+    code = "def f():\n    return '<img src=x onerror=alert(1)>'"
+    unknown = "def <b>"
+    server = reciting(f"```python\n{code}\n```\n\n```nothing\n{unknown}\n```\n\n```\ndef\n```")
+    page = open_sized(server.url)
+    ask_and_wait(page, "What?")
+    blocks = answers(page).locator("pre code")
+    expect(blocks.first.locator(".of-keyword")).to_have_text(["def", "return"])
+    expect(blocks.first.locator(".of-string")).to_contain_text("<img src=x")
+    assert [block.text_content() for block in blocks.all()] == [code, unknown, "def"]
+    assert answers(page).locator("pre img").count() == 0
+    assert blocks.nth(1).locator("span").count() == blocks.nth(2).locator("span").count() == 0
+
+
 def test_code_and_answers_are_copied(reciting, open_sized):
     page = open_sized(
         reciting("```\nx = 1\n```").url, permissions=["clipboard-read", "clipboard-write"]

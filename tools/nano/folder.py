@@ -42,15 +42,20 @@ SMALLEST_PICTURE, LARGEST_PICTURE = 56 * 56, 224 * 224
 """In pixels; others are resized to between them."""
 
 TEMPLATE = (
+    "{% if tools %}<|im_start|>system\n"
+    "Tools: {{ tools | length }} <tool_call><|im_end|>\n{% endif %}"
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
     "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
-    "{% for part in message['content'] %}"
+    "{% for part in message['content'] or [] %}"
     "{% if part['type'] in ('image', 'image_url', 'input_image') %}"
     "<|vision_bos|><|IMAGE|><|vision_eos|>"
     "{% elif part['type'] in ('audio', 'audio_url', 'input_audio') %}"
     "<|audio_bos|><|AUDIO|><|audio_eos|>"
     "{% elif part['type'] == 'text' %}{{ part['text'] }}{% endif %}"
-    "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% endfor %}{% endif %}"
+    "{% for call in message['tool_calls'] or [] %}"
+    "<tool_call>{{ call['function']['name'] }}</tool_call>{% endfor %}"
+    "<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 

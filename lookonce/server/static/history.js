@@ -28,11 +28,11 @@ export class History {
     this.refresh();
   }
 
-  /** Over the page where there is no room beside it; what lies under it is then out of reach. */
+  /** Over the page where there is no room beside it; what lies under it, in the landmark `main`, is then out of reach. */
   show(shown, { focus = true } = {}) {
     this.panel.hidden = !shown;
     this.toggle.setAttribute("aria-expanded", String(shown));
-    byId("main").inert = shown && !WIDE.matches;
+    for (const part of byId("main").children) part.inert = shown && !WIDE.matches;
     if (!focus) return;
     if (shown) (this.list.querySelector("button") ?? byId("close-history")).focus();
     else this.toggle.focus();

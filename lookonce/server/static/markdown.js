@@ -1,6 +1,7 @@
 // Markdown to elements. marked reads it, and only `element` makes elements of what it read: markup in an
 // answer stays text, pictures become links, and a link goes nowhere but to the web or to a mail program.
 
+import { coloured } from "./colour.js";
 import { button, copyText, element } from "./dom.js";
 import { Marked } from "./marked.js";
 
@@ -89,7 +90,7 @@ function table({ header, rows, align }) {
     ...inlines(cell.tokens),
   ));
   return element(
-    "div", { class: "wide", tabindex: "0", role: "group", "aria-label": "Table" },
+    "div", { class: "wide", tabIndex: 0, role: "group", "aria-label": "Table" },
     element(
       "table", {}, element("thead", {}, element("tr", {}, ...cells("th", header))),
       element("tbody", {}, ...rows.map((row) => element("tr", {}, ...cells("td", row)))),
@@ -99,10 +100,11 @@ function table({ header, rows, align }) {
 
 export function codeBlock(text, language) {
   const copy = button("Copy", { class: "quiet copy-code", "aria-label": "Copy code" }, () => copyText(copy, text));
+  const name = (language ?? "").split(/\s/)[0];
   return element(
     "figure", { class: "code" },
-    element("figcaption", {}, element("span", {}, (language ?? "").split(/\s/)[0] || "text"), copy),
-    element("pre", { tabindex: "0", role: "group", "aria-label": "Code" }, element("code", {}, text)),
+    element("figcaption", {}, element("span", {}, name || "text"), copy),
+    element("pre", { tabIndex: 0, role: "group", "aria-label": "Code" }, coloured(text, name)),
   );
 }
 
@@ -138,7 +140,7 @@ let temml = null;
 
 /** Its source until the library is here, and for good where the library cannot read it. */
 function formulaOf({ text, display }) {
-  const place = element(display ? "div" : "span", { class: display ? "formula shown-alone" : "formula", tabindex: display ? "0" : undefined },
+  const place = element(display ? "div" : "span", { class: display ? "formula shown-alone" : "formula", tabIndex: display ? 0 : undefined },
     element("code", {}, text));
   temml ??= import("./temml.js").then((module) => module.default);
   temml.then((library) => {
