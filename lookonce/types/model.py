@@ -54,6 +54,9 @@ class ModelInfo(msgspec.Struct, frozen=True, array_like=True):
     """The model gives embeddings or scores and generates nothing; None: it generates."""
     encoder_only: bool = False
     """A prompt is computed in one step, and no keys and values of it are kept."""
+    state_bytes: int = 0
+    """Bytes of a sequence's state beside keys and values (short convolutions, Mamba, linear
+    attention); 0: none. Then a cached prefix can be used only up to a snapshot of the state."""
 
     @property
     def items_in_prompt(self) -> bool:
