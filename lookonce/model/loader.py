@@ -64,9 +64,7 @@ class LoadedModel:
         layout = self.family.states
         if not layout:
             return None
-        return StatePool(
-            layout, num_rows=num_rows, num_snapshots=num_snapshots, device=self.device
-        )
+        return StatePool(layout, num_rows=num_rows, num_snapshots=num_snapshots, device=self.device)
 
 
 def load_model(

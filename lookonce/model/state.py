@@ -80,14 +80,14 @@ class StatePool:
             for spec in layout
         }
 
-    def clear(self, row: int) -> None:
-        """The state before a sequence's first token."""
+    def begin(self, row: int, snapshot: int | None) -> None:
+        """A row of the batch has another sequence: a copy of a snapshot is its state; None: its
+        state is that before the first token."""
+        if snapshot is not None:
+            self._copy(self.num_rows + snapshot, row)
+            return
         for tensor in self.tensors.values():
             tensor[row].zero_()
-
-    def restore(self, snapshot: int, row: int) -> None:
-        """Copy a snapshot to a row of the batch."""
-        self._copy(self.num_rows + snapshot, row)
 
     def save(self, row: int, snapshot: int) -> None:
         """Copy the state of a row of the batch to a snapshot."""
@@ -360,7 +360,8 @@ class StateObserver(DynamicCache):
         for number, module in sorted(self._mixers.items()):
             module.forward = StepForward(module)  # type: ignore[method-assign]
             layer = self.layers[number]
-            for kind, states in (("conv", layer.conv_states), ("recurrent", layer.recurrent_states)):
+            kinds = {"conv": layer.conv_states, "recurrent": layer.recurrent_states}
+            for kind, states in kinds.items():
                 for index, state in states.items():
                     if state is not None:
                         specs.append(StateSpec(number, kind, index, state.shape[1:], state.dtype))

@@ -136,9 +136,7 @@ class TextModel:
     ) -> Tensor:
         if embeds is None:
             embeds = self._family.embed_tokens(inputs.token_ids)
-        step = ForwardContext(
-            inputs.metadata, self._backend, self._kv_pages, cross, inputs.states
-        )
+        step = ForwardContext(inputs.metadata, self._backend, self._kv_pages, cross, inputs.states)
         return self._decoder(embeds, inputs.position_ids, step, extras)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
