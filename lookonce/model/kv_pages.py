@@ -62,10 +62,14 @@ class KVPages:
             LayerPages(zeros(shape, dtype, device), zeros(shape, dtype, device))
             for _ in range(layout.num_layers)
         )
-        self.by_number: Sequence[LayerPages] | Mapping[int, LayerPages] = self.layers
+        self._numbers = layer_numbers
+
+    @property
+    def by_number(self) -> Sequence[LayerPages] | Mapping[int, LayerPages]:
         """The pages of each layer that has any, by its number in the decoder."""
-        if layer_numbers is not None:
-            self.by_number = dict(zip(layer_numbers, self.layers, strict=True))
+        if self._numbers is None:
+            return self.layers
+        return dict(zip(self._numbers, self.layers, strict=True))
 
     @property
     def num_bytes(self) -> int:
