@@ -292,10 +292,9 @@ class Runner:
     def _build_inputs(self, chunks: Sequence[ScheduledSequence]) -> StepInputs:
         inputs = self._inputs.build(chunks)
         if self._states is not None:
-            rows = map(self._batch.row_of, (chunk.seq_id for chunk in chunks))
             parts = [
-                StateChunk(row, chunk.num_tokens, chunk.snapshots)
-                for row, chunk in zip(rows, chunks, strict=True)
+                StateChunk(self._batch.row_of(chunk.seq_id), chunk.num_tokens, chunk.snapshots)
+                for chunk in chunks
             ]
             inputs = dataclasses.replace(inputs, states=StepStates(self._states, parts))
         found = None if self.frame_rows is None else self.frame_rows.rows(chunks)

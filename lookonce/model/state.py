@@ -35,7 +35,7 @@ class StateSpec(NamedTuple):
     """The layer's number among all layers of the decoder."""
     kind: str
     """"conv": the last inputs of a short convolution; "recurrent": what all inputs add up to."""
-    index: int
+    number: int
     """Of several of one kind in a layer."""
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -76,7 +76,7 @@ class StatePool:
         self.device = torch.device(device)
         count = num_rows + num_snapshots
         self.tensors = {
-            (spec.layer, spec.kind, spec.index): zeros((count, *spec.shape), spec.dtype, device)
+            (spec.layer, spec.kind, spec.number): zeros((count, *spec.shape), spec.dtype, device)
             for spec in layout
         }
 
@@ -102,7 +102,7 @@ Key = tuple[int, str, int]
 """Layer, kind and index of a state's tensor."""
 
 
-class StateCache(Cache):
+class StateCache(Cache):  # type: ignore[misc]
     """What transformers' modules see of a step's states. Keys and values are in pages, not here."""
 
     def __init__(self) -> None:
@@ -306,7 +306,7 @@ def has_states(text_config: Any) -> bool:
     return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers)
 
 
-class StateObserver(DynamicCache):
+class StateObserver(DynamicCache):  # type: ignore[misc]
     """The cache of a model's first run: sees which modules have states, and of what shapes."""
 
     def __init__(self, text_config: Any) -> None:
@@ -345,20 +345,24 @@ class StateObserver(DynamicCache):
         self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
     ) -> Tensor:
         self._mixers[layer_idx] = self._running[-1]
-        return super().update_conv_state(conv_states, layer_idx, state_idx, **kwargs)
+        inputs: Tensor = super().update_conv_state(conv_states, layer_idx, state_idx, **kwargs)
+        return inputs
 
     def update_recurrent_state(
         self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
     ) -> Tensor:
         self._mixers[layer_idx] = self._running[-1]
-        return super().update_recurrent_state(recurrent_states, layer_idx, state_idx, **kwargs)
+        state: Tensor = super().update_recurrent_state(
+            recurrent_states, layer_idx, state_idx, **kwargs
+        )
+        return state
 
     def split_steps(self) -> StateLayout:
         """From now on the mixers that were seen compute the sequences of a step apart; returns the
         tensors of their states."""
         specs = []
         for number, module in sorted(self._mixers.items()):
-            module.forward = StepForward(module)  # type: ignore[method-assign]
+            module.forward = StepForward(module)
             layer = self.layers[number]
             kinds = {"conv": layer.conv_states, "recurrent": layer.recurrent_states}
             for kind, states in kinds.items():
