@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from lookonce.core.state_snapshots import StateSnapshots
+from lookonce.model.sampler import Sampler
 from lookonce.model.state import StatePool
 from tests.support.model.serving import (
     Subject,
@@ -21,7 +22,10 @@ from tests.support.model.serving import (
     serve,
 )
 
-KINDS = ("lfm2", "granitemoehybrid", "qwen3_next", "qwen3_5_text", "nemotron_h")
+KINDS = (
+    *("lfm2", "lfm3", "granitemoehybrid", "nemotron_h", "qwen3_next", "olmo_hybrid"),
+    *("qwen3_5_text", "qwen3_5_moe_text"),
+)
 SAMPLE = ("lfm2", "qwen3_next")
 ALL = bool(os.environ.get("ALL_MODELS"))
 BLOCK = 4
@@ -112,3 +116,20 @@ def test_a_state_that_stays_after_its_sequence_is_found(subject, monkeypatch):
     assert served.stats["num_preemptions_total"] > 0
     difference = compare(served.answers, subject.expected[:2])
     assert difference.wrong or difference.max_logit_error > 1e-2
+
+
+def test_a_step_that_failed_is_computed_again(subject, monkeypatch):
+    """What a failed step has done to states is not kept: each sequence is computed again alone."""
+    sample, calls = Sampler.sample, []
+
+    def fails_once(sampler, logits, seq_ids, *given):
+        calls.append(len(seq_ids))
+        if len(seq_ids) > 1 and calls.count(len(seq_ids)) == 1:
+            raise RuntimeError("after all layers have run")
+        return sample(sampler, logits, seq_ids, *given)
+
+    monkeypatch.setattr(Sampler, "sample", fails_once)
+    served = serve(subject.loaded, subject.cases, budget=64)
+    assert max(calls) > 1
+    for answer, expected in zip(served.answers, subject.expected, strict=True):
+        assert answer.token_ids == expected.token_ids
