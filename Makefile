@@ -84,7 +84,7 @@ test-lmcache: $(LMCACHE_VENV)/.installed
 # Every text-only type that transformers knows, served as listed or refused, and all types with media that
 # the general family serves.
 test-models: $(STAMP)
-	@ALL_MODELS=1 $(BIN)/python -m pytest --numprocesses 2 --timeout 3600 tests/model/test_general_text.py tests/model/test_general_media.py
+	@ALL_MODELS=1 $(BIN)/python -m pytest --numprocesses 2 --timeout 3600 tests/model/test_general_text.py tests/model/test_general_media.py tests/model/test_states.py
 
 # The web page in a real browser, and axe-core over it. Skipped by name where Chromium cannot be installed.
 test-page: $(STAMP)

@@ -158,6 +158,8 @@ class KVConfig:
     load_policy: KVLoadPolicy = "auto"
     """"auto": load only what is estimated to take less time than computing it."""
     load_failure_policy: KVLoadFailurePolicy = "recompute"
+    state_cache_bytes: int = GIB // 4
+    """For snapshots of states, of a model that keeps states beside keys and values."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Iterable
 
+import msgspec
+
 from lookonce.config import SchedulerConfig
 from lookonce.core.decode_shares import DecodeShares
 from lookonce.core.encoder_connector_state import EncoderConnectorState
@@ -31,6 +33,7 @@ from lookonce.core.mm_features import MultiModalFeatures
 from lookonce.core.preemption import Preemption, SessionEviction
 from lookonce.core.request import Request, Sequence, SequenceState
 from lookonce.core.scheduler_state import SchedulerState
+from lookonce.core.state_snapshots import SnapshotPlanner
 from lookonce.types.kv import ExternalCacheStats
 from lookonce.types.media import Array, Modality
 from lookonce.types.model import ModelInfo
@@ -58,6 +61,7 @@ class Planner:
             EncoderScheduler(state, model.unsplittable, encoder_connector),
             model.unsplittable,
             whole_prompts=model.encoder_only,
+            snapshots=state.snapshot_planner,
         )
         self._prefetcher = (
             EncoderPrefetcher(
@@ -210,8 +214,17 @@ class Planner:
                         sequence.seq_id, sequence.num_computed, 1, blocks, (), (), True
                     )
                 )
+        snapshots = self._state.snapshot_planner
+        if snapshots is not None:
+            scheduled = [self._with_snapshots(each, snapshots) for each in scheduled]
         step.scheduled[:0] = scheduled
         step.tokens -= len(scheduled)
+
+    def _with_snapshots(
+        self, decode: ScheduledSequence, snapshots: SnapshotPlanner
+    ) -> ScheduledSequence:
+        taken = snapshots.of_decode(self._queues.sequences[decode.seq_id])
+        return msgspec.structs.replace(decode, snapshots=taken) if taken else decode
 
     def _plan_prefills(self, first: Sequence | None, step: StepPass) -> None:
         """All but the one that went first. Where room is kept, those that hold outputs come first:
@@ -513,7 +526,9 @@ class Admission:
         sequence.admissible_with = num_new + self._pool.count_free(cached)
         hashes = sequence.block_hashes
         limit = min(len(hashes), self._state.max_reused_blocks(sequence))
-        sequence.next_hash = hashes[len(cached)] if len(cached) < limit else None
+        with_states = self._state.snapshots is not None  # the block may be cached without a state
+        known = len(cached) < limit and not with_states
+        sequence.next_hash = hashes[len(cached)] if known else None
 
     def _connector_for(self, request: Request) -> KVConnectorState | None:
         """External tiers are asked before a request's first admission only, which is the one that
@@ -558,8 +573,10 @@ class Chunker:
         unsplittable: Collection[Modality],
         *,
         whole_prompts: bool = False,
+        snapshots: SnapshotPlanner | None = None,
     ) -> None:
-        """`whole_prompts`: no prompt is cut at all."""
+        """`whole_prompts`: no prompt is cut at all. `snapshots`: of a model with states."""
+        self._snapshots = snapshots
         self._encoder_scheduler = encoder_scheduler
         self._unsplittable = frozenset(unsplittable)
         self._whole_prompts = whole_prompts
@@ -596,8 +613,10 @@ class Chunker:
 
     def _schedule(self, sequence: Sequence, start: int, end: int, step: StepPass) -> None:
         features = sequence.request.features
+        snapshots = self._snapshots
         if not sequence.announced:
-            step.new.append(_announce(sequence))
+            snapshot = None if snapshots is None else snapshots.unpin(sequence)
+            step.new.append(_announce(sequence, snapshot))
         step.scheduled.append(
             ScheduledSequence(
                 seq_id=sequence.seq_id,
@@ -607,6 +626,7 @@ class Chunker:
                 embeds=features.embed_slices(start, end),
                 bidirectional=self._bidirectional(features, start, end),
                 sample=end == len(sequence.tokens) and _samples(sequence),
+                snapshots=() if snapshots is None else snapshots.of_chunk(sequence, start, end),
             )
         )
         step.tokens -= end - start
@@ -629,8 +649,9 @@ def _samples(sequence: Sequence) -> bool:
     return session is None or session.answering
 
 
-def _announce(sequence: Sequence) -> NewSequence:
-    """What the runner is told of a sequence that it does not know."""
+def _announce(sequence: Sequence, snapshot: int | None) -> NewSequence:
+    """What the runner is told of a sequence that it does not know, and that begins with the state
+    of a snapshot."""
     sequence.announced = True
     request = sequence.request
     frames: tuple[Array, ...] = ()
@@ -645,4 +666,5 @@ def _announce(sequence: Sequence) -> NewSequence:
         sample_index=sequence.index,
         grammar=request.grammar,
         frames=frames,
+        snapshot=snapshot,
     )

@@ -221,6 +221,7 @@ class Sequence:
     __slots__ = (
         "admissible_with",
         "announced",
+        "answer_snapshot",
         "block_hash_cache",
         "block_hashes",
         "block_ids",
@@ -234,7 +235,10 @@ class Sequence:
         "num_delivered",
         "num_matched",
         "num_registered",
+        "num_shared_blocks",
         "order",
+        "pending_snapshots",
+        "pinned_snapshot",
         "prefetch_from",
         "prefetched",
         "request",
@@ -276,6 +280,14 @@ class Sequence:
         self.decode_turn = 0
         """Number of its last turn where not all of its tenant's decode in a step (`DecodeShares`).
         """
+        self.pending_snapshots: list[tuple[int, int]] = []
+        """(tokens, slot) of states that the step under way keeps, of a model with states."""
+        self.pinned_snapshot: tuple[bytes, int] | None = None
+        """Hash and slot of the snapshot that the runner is to begin with."""
+        self.answer_snapshot: bytes | None = None
+        """Hash of the newest snapshot of this sequence's answer."""
+        self.num_shared_blocks = 0
+        """Leading blocks whose K/V were cached, though perhaps no state after them."""
         self.clear_computed()
 
     def clear_computed(self) -> None:

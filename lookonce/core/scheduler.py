@@ -238,6 +238,8 @@ class Scheduler:
         """Forget every cached prefix and pooled output; running requests keep their blocks."""
         self._state.block_pool.reset()
         self._state.pooled_outputs.clear()
+        if self._state.snapshots is not None:
+            self._state.snapshots.clear()
 
     def reset_encoder_cache(self) -> None:
         """Drop every encoder output; those in use leave when no sequence holds them any more."""
@@ -304,6 +306,13 @@ class Scheduler:
         external = {} if self._kv_connector is None else self._kv_connector.stats()
         if self._encoder_connector is not None:
             external |= self._encoder_connector.stats()
+        if (snapshots := state.snapshots) is not None:
+            external |= {
+                "state_cache_bytes": snapshots.used_bytes,
+                "state_cache_hits_total": snapshots.num_hits,
+                "state_cache_snapshots_total": snapshots.num_taken,
+                "state_cache_evictions_total": snapshots.num_evictions,
+            }
         return external | {
             "prefix_cache_queries_total": counters.prefix_cache_queries,
             "prefix_cache_hits_total": counters.prefix_cache_hits,
@@ -460,6 +469,9 @@ class UpdateFromOutput:
     def _advance(self, sequence: Sequence) -> None:
         """Update what depends on computed positions; in a decode, only full blocks do."""
         self._register_blocks(sequence)
+        if sequence.pending_snapshots and self._state.snapshot_planner is not None:
+            outdated = sequence.cache_generation != self._state.block_pool.generation
+            self._state.snapshot_planner.register(sequence, outdated=outdated)
         if sequence.held:
             self._release_passed_items(sequence)
         if sequence.state is SequenceState.PREFILLING:

@@ -20,6 +20,7 @@ from lookonce.core.block_pool import BlockPool
 from lookonce.core.encoder_cache import EncoderCache
 from lookonce.core.pooled_outputs import PooledOutputs
 from lookonce.core.request import BlockHashCache, Request, Sequence, SequenceState
+from lookonce.core.state_snapshots import SnapshotPlanner, StateSnapshots
 from lookonce.errors import LookOnceError, error_to_wire
 from lookonce.types.fair_queue import DeficitRoundRobin
 from lookonce.types.kv import ExternalCacheStats
@@ -38,8 +39,14 @@ class SchedulerState:
         *,
         prefix_caching: bool,
         clock: Clock = time.monotonic,
+        snapshots: StateSnapshots | None = None,
     ) -> None:
         self.block_pool = block_pool
+        self.snapshots = snapshots
+        """Of a model with states beside keys and values."""
+        self.snapshot_planner: SnapshotPlanner | None = None
+        if snapshots is not None and prefix_caching:
+            self.snapshot_planner = SnapshotPlanner(snapshots, block_pool.block_size)
         self.block_hash_cache = BlockHashCache(block_pool.num_blocks)
         self.encoder_cache = encoder_cache
         self.prefix_caching = prefix_caching
@@ -74,6 +81,9 @@ class SchedulerState:
         sequence.num_computed = num_cached_blocks * self.block_pool.block_size
         sequence.num_registered = num_cached_blocks
         sequence.cache_generation = self.block_pool.generation
+        if self.snapshots is not None and num_cached_blocks:
+            block_hash = sequence.block_hashes[num_cached_blocks - 1]
+            sequence.pinned_snapshot = block_hash, self.snapshots.pin(block_hash)
         stats = sequence.request.reuse_stats
         if not stats.admitted:
             stats.admitted_at = self.clock()
@@ -222,6 +232,8 @@ class SchedulerState:
             self.block_pool.release(sequence.block_ids)
         if sequence.announced:
             self.finished.append(sequence.seq_id)
+        if self.snapshot_planner is not None:
+            self.snapshot_planner.release(sequence)
         sequence.clear_computed()
 
     # --- KV blocks and cached prefixes ----------------------------------------------------------
@@ -239,7 +251,11 @@ class SchedulerState:
         if not self.prefix_caching:
             return []
         limit = self.max_reused_blocks(sequence)
-        return self.block_pool.match(sequence.hashes(self.block_pool.block_size, limit))
+        found = self.block_pool.match(sequence.hashes(self.block_pool.block_size, limit))
+        if self.snapshots is not None:
+            sequence.num_shared_blocks = len(found)
+            del found[self.snapshots.longest(sequence.block_hashes[: len(found)]) :]
+        return found
 
     def num_cached_tokens(self, sequence: Sequence) -> int:
         """Tokens of a waiting sequence that a cached prefix covers.
@@ -256,6 +272,8 @@ class SchedulerState:
                 break
             found += 1
         sequence.num_matched = found
+        if self.snapshots is not None:
+            found = self.snapshots.longest(sequence.block_hashes[:found])
         return found * block_size
 
     def max_reused_blocks(self, sequence: Sequence) -> int:
@@ -316,6 +334,8 @@ class SchedulerState:
         """Raise `RuntimeError` where queues, sequences and encoder outputs disagree."""
         self.queues.check_integrity()
         self.encoder_cache.check_integrity()
+        if self.snapshots is not None:
+            self.snapshots.check_integrity()
         sequences = self.queues.sequences.values()
         for sequence in sequences:
             features = sequence.request.features

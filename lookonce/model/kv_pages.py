@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import math
 import mmap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -46,17 +46,30 @@ class KVPages:
     """
 
     def __init__(
-        self, layout: KVLayout, num_blocks: int, device: torch.device | str = "cpu"
+        self,
+        layout: KVLayout,
+        num_blocks: int,
+        device: torch.device | str = "cpu",
+        layer_numbers: Sequence[int] | None = None,
     ) -> None:
+        """`layer_numbers`: which of a decoder's layers have keys and values; None: all."""
         self.layout = layout
         self.num_blocks = num_blocks
         self.block_size = layout.block_size
         shape = (num_blocks, layout.block_size, layout.num_kv_heads, layout.head_dim)
         dtype = getattr(torch, layout.dtype)
         self.layers = tuple(
-            LayerPages(_zeros(shape, dtype, device), _zeros(shape, dtype, device))
+            LayerPages(zeros(shape, dtype, device), zeros(shape, dtype, device))
             for _ in range(layout.num_layers)
         )
+        self._numbers = layer_numbers
+
+    @property
+    def by_number(self) -> Sequence[LayerPages] | Mapping[int, LayerPages]:
+        """The pages of each layer that has any, by its number in the decoder."""
+        if self._numbers is None:
+            return self.layers
+        return dict(zip(self._numbers, self.layers, strict=True))
 
     @property
     def num_bytes(self) -> int:
@@ -64,7 +77,8 @@ class KVPages:
         return sum(page.nbytes for layer in self.layers for page in layer)
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Tensor:
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    """Zeroed memory of which a CPU maps what is touched."""
     if torch.device(device).type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     # `torch.zeros` would write every byte now: a second per GiB or more at start.

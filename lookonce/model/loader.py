@@ -32,6 +32,7 @@ from lookonce.model.key_rotation import key_rotation
 from lookonce.model.kv_pages import KVPages
 from lookonce.model.pooling import Head, make_head, pooling_info
 from lookonce.model.proof import prove, prove_media
+from lookonce.model.state import StatePool
 from lookonce.types.media import MediaExample
 from lookonce.types.model import SUPPORTED, ModelInfo, takes_media
 from lookonce.types.pooling import PoolingFiles, read_pooling
@@ -55,7 +56,15 @@ class LoadedModel:
     def kv_pages(self, num_blocks: int, block_size: int) -> KVPages:
         """Zeroed pages for the keys and values of `num_blocks` blocks, on the model's device."""
         layout = self.family.kv_layout(block_size, self.dtype)
-        return KVPages(layout, num_blocks, self.device)
+        return KVPages(layout, num_blocks, self.device, self.family.layer_numbers)
+
+    def state_pool(self, num_rows: int, num_snapshots: int = 0) -> StatePool | None:
+        """Zeroed states of so many sequences, and room for snapshots; None for a model that keeps
+        keys and values alone."""
+        layout = self.family.states
+        if not layout:
+            return None
+        return StatePool(layout, num_rows=num_rows, num_snapshots=num_snapshots, device=self.device)
 
 
 def load_model(
@@ -300,6 +309,7 @@ def _model_info(config: ModelConfig, family: ModelFamily, digest: str) -> ModelI
         relative_positions=key_rotation(family) is not None,
         encoder_decoder=family.encoder_decoder,
         encoder_only=family.encoder_only,
+        state_bytes=family.states.num_bytes,
     )
 
 

@@ -8,6 +8,7 @@ compared on prompts with random pictures or sounds.
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import math
 import re
@@ -27,6 +28,7 @@ from lookonce.model.encoder_runner import item_tensors, to_tensor
 from lookonce.model.families.general import FORWARD_ERRORS, GeneralMediaFamily, GeneralTextFamily
 from lookonce.model.input_batch import MropePositions
 from lookonce.model.kv_pages import KVPages
+from lookonce.model.state import StateChunk, StatePool, StepStates
 from lookonce.model.step_inputs import AttentionMetadataBuilder, StepInputs
 from lookonce.model.text_model import TextModel
 from lookonce.types.media import MODALITIES, Array, MediaExample, MediaFeature, Modality, feature_at
@@ -287,7 +289,9 @@ def _our_logits(
     blocks = -(-max(lengths) // BLOCK_SIZE)
     # The blocks of the prompts alternate, so that no prompt's are in one piece.
     tables = np.arange(blocks * len(prompts), dtype=np.int32).reshape(blocks, -1).T.copy()
-    pages = KVPages(family.kv_layout(BLOCK_SIZE, dtype), tables.size, device)
+    layout = family.kv_layout(BLOCK_SIZE, dtype)
+    pages = KVPages(layout, tables.size, device, family.layer_numbers)
+    pool = StatePool(family.states, num_rows=len(prompts), device=device) if family.states else None
     text = TextModel(family, dtype, device, ReferenceBackend(), pages)
     builder = AttentionMetadataBuilder(
         max_num_seqs=len(prompts),
@@ -306,10 +310,15 @@ def _our_logits(
         if not chunks:
             continue
         inputs, rows = _step_inputs(family, chunks, tables, builder, device)
+        if pool is not None:
+            state_chunks = [StateChunk(chunk.number, chunk.length) for chunk in chunks]
+            inputs = dataclasses.replace(inputs, states=StepStates(pool, state_chunks))
         try:
             computed = text.hidden_states(inputs, rows)
         except FORWARD_ERRORS as error:
             raise family.unservable(f"it cannot be computed in chunks ({error})") from error
+        if inputs.states is not None:
+            inputs.states.commit()
         parts = torch.split(computed, [chunk.length for chunk in chunks])
         for chunk, part in zip(chunks, parts, strict=True):
             hidden[chunk.number].append(part)

@@ -31,6 +31,7 @@ from lookonce.model.loader import LoadedModel
 from lookonce.model.logits_processors import FAILED
 from lookonce.model.pooling import Pooler
 from lookonce.model.sampler import PromptLogprobScorer, Sampler, SamplerOutput
+from lookonce.model.state import StateChunk, StepStates
 from lookonce.model.step_inputs import StepInputBuilder, StepInputs
 from lookonce.model.streaming_encoder import StreamingEncoder
 from lookonce.model.text_model import TextModel, sampled_rows
@@ -64,11 +65,14 @@ class Runner:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         threads: ThreadCounts | None = None,
+        num_snapshots: int = 0,
     ) -> None:
-        """`threads` None leaves torch's number of threads as it is."""
+        """`threads` None leaves torch's number of threads as it is. `num_snapshots`: room for
+        states of cached prefixes, of a model with states."""
         self._threads = threads or ThreadCounts(1, 1)
         self._family = family = loaded.family
         self._kv_pages = kv_pages
+        self._states = loaded.state_pool(max_num_seqs, num_snapshots)
         self.text_model = TextModel(family, loaded.dtype, loaded.device, backend, kv_pages)
         self._rotation = key_rotation(family)
         self._encoder = EncoderRunner(family, loaded.dtype, loaded.device)
@@ -149,6 +153,8 @@ class Runner:
             text_after_film_time=self._family.text_after_film_time,
             encoder_decoder=self._family.encoder_decoder,
         )
+        if self._states is not None:
+            self._states.begin(self._batch.row_of(new.seq_id), new.snapshot)
         self._prompt_logprobs.add(new)
         self._aligner.add(new)
         if self._pooler is not None:
@@ -219,7 +225,8 @@ class Runner:
     def _compute(self, chunks: Sequence[ScheduledSequence], output: _StepOutput) -> None:
         """Compute all chunks in one call; if that fails, each alone, so that only faulty ones fail.
 
-        Computing a chunk twice is safe: it writes the same keys and values to the same slots.
+        Computing a chunk twice is safe: it writes the same keys and values to the same slots, and
+        states only once all else has succeeded.
         """
         if not chunks:
             return
@@ -237,6 +244,13 @@ class Runner:
 
     def _compute_batch(self, chunks: Sequence[ScheduledSequence], output: _StepOutput) -> None:
         inputs = self._build_inputs(chunks)
+        self._compute_inputs(inputs, chunks, output)
+        if inputs.states is not None:
+            inputs.states.commit()
+
+    def _compute_inputs(
+        self, inputs: StepInputs, chunks: Sequence[ScheduledSequence], output: _StepOutput
+    ) -> None:
         if self._pooler is not None:
             output.add_pooled(self._pooler.pool(self._hidden_states(inputs), chunks))
             return
@@ -277,6 +291,12 @@ class Runner:
 
     def _build_inputs(self, chunks: Sequence[ScheduledSequence]) -> StepInputs:
         inputs = self._inputs.build(chunks)
+        if self._states is not None:
+            parts = [
+                StateChunk(self._batch.row_of(chunk.seq_id), chunk.num_tokens, chunk.snapshots)
+                for chunk in chunks
+            ]
+            inputs = dataclasses.replace(inputs, states=StepStates(self._states, parts))
         found = None if self.frame_rows is None else self.frame_rows.rows(chunks)
         if found is None:
             return inputs

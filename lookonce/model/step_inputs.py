@@ -17,6 +17,7 @@ from torch import Tensor
 from lookonce.model.attention.backend import AttentionMetadata, Span
 from lookonce.model.attention.cross import InputReaders
 from lookonce.model.input_batch import InputBatch
+from lookonce.model.state import StepStates
 from lookonce.types.step import EmbedSlice, ScheduledSequence
 
 fill_decodes: Callable[..., int] | None
@@ -44,6 +45,8 @@ class StepInputs:
     """[N, H] rows of sound that are added to the tokens `embed_at`; then `embeds` is empty."""
     readers: tuple[InputReaders, ...] = ()
     """Of an encoder-decoder: which tokens cross-attend to which input."""
+    states: StepStates | None = None
+    """Of a model whose layers keep other states than keys and values."""
 
 
 class StepInputBuilder:

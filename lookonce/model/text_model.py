@@ -136,7 +136,7 @@ class TextModel:
     ) -> Tensor:
         if embeds is None:
             embeds = self._family.embed_tokens(inputs.token_ids)
-        step = ForwardContext(inputs.metadata, self._backend, self._kv_pages, cross)
+        step = ForwardContext(inputs.metadata, self._backend, self._kv_pages, cross, inputs.states)
         return self._decoder(embeds, inputs.position_ids, step, extras)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
@@ -172,6 +172,8 @@ class TransformersDecoder:
     def __call__(
         self, embeds: Tensor, position_ids: Tensor, step: ForwardContext, extras: dict[str, Any]
     ) -> Tensor:
+        if step.states is not None:
+            extras = {**extras, "past_key_values": step.states}
         with paged_forward_context(step):
             output = self._decoder(
                 inputs_embeds=embeds.unsqueeze(0),

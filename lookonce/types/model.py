@@ -54,6 +54,9 @@ class ModelInfo(msgspec.Struct, frozen=True, array_like=True):
     """The model gives embeddings or scores and generates nothing; None: it generates."""
     encoder_only: bool = False
     """A prompt is computed in one step, and no keys and values of it are kept."""
+    state_bytes: int = 0
+    """Bytes of a sequence's state beside keys and values (short convolutions, Mamba, linear
+    attention); 0: none. Then a cached prefix can be used only up to a snapshot of the state."""
 
     @property
     def items_in_prompt(self) -> bool:
@@ -149,6 +152,7 @@ GENERAL_TEXT: tuple[str, ...] = (
     "granite_swa",
     "granitemoe",
     "granitemoe_swa",
+    "granitemoehybrid",
     "granitemoeshared",
     "helium",
     "hunyuan_v1_dense",
@@ -161,6 +165,8 @@ GENERAL_TEXT: tuple[str, ...] = (
     "jetmoe",
     "kolibri1",
     "laguna",
+    "lfm2",
+    "lfm3",
     "llama4_text",
     "mellum",
     "minicpm3",
@@ -171,9 +177,11 @@ GENERAL_TEXT: tuple[str, ...] = (
     "mixtral",
     "nanochat",
     "nemotron",
+    "nemotron_h",
     "olmo",
     "olmo2",
     "olmo3",
+    "olmo_hybrid",
     "olmoe",
     "opt",
     "persimmon",
@@ -181,6 +189,9 @@ GENERAL_TEXT: tuple[str, ...] = (
     "phi3",
     "phimoe",
     "qwen2_moe",
+    "qwen3_5_moe_text",
+    "qwen3_5_text",
+    "qwen3_next",
     "seed_oss",
     "smollm3",
     "solar_open",
@@ -294,7 +305,6 @@ UNSERVABLE: dict[str, tuple[str, ...]] = {
         "falcon_mamba",
         "gpt_neox_japanese",
         "gptj",
-        "granitemoehybrid",
         "jamba",
         "kimi_linear",
         "mamba",
@@ -324,14 +334,7 @@ UNSERVABLE: dict[str, tuple[str, ...]] = {
     "its attention layers are not called once each": ("diffllama",),
     "some of its layers keep another state than keys and values": (
         "hrm_text",
-        "lfm2",
-        "lfm3",
         "minimax",
-        "nemotron_h",
-        "olmo_hybrid",
-        "qwen3_5_moe_text",
-        "qwen3_5_text",
-        "qwen3_next",
         "recurrent_gemma",
     ),
 }

@@ -35,6 +35,9 @@ class NewSequence:
     frames: tuple[Array, ...] = ()
     """Of a live session whose model adds a frame of sound to each token: those of the first
     positions, each array [n, *frame shape]."""
+    snapshot: int | None = None
+    """Where the state after its cached prefix is kept, of a model with states; None: the sequence
+    is computed from its first token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +99,8 @@ class ScheduledSequence(msgspec.Struct, frozen=True, gc=False):
     """Absolute `(start, end)` of unsplittable items this chunk touches."""
     sample: bool = False
     """The chunk ends at the last known token: sample the next one from its last row."""
+    snapshots: tuple[tuple[int, int], ...] = ()
+    """(tokens, snapshot), ascending: where the state after so many of these positions is kept."""
 
 
 class EncodeItem(msgspec.Struct, frozen=True, gc=False):

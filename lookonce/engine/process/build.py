@@ -19,6 +19,7 @@ from lookonce.core.block_pool import BlockPool
 from lookonce.core.encoder_cache import EncoderCache
 from lookonce.core.scheduler import Scheduler
 from lookonce.core.scheduler_state import SchedulerState
+from lookonce.core.state_snapshots import StateSnapshots
 from lookonce.engine.process.engine_core import EngineCore, RequestPreprocessor
 from lookonce.engine.process.grammar import GrammarCompiler
 from lookonce.engine.process.input_thread import InputThread
@@ -53,8 +54,17 @@ def assemble(
     encoder_cache = EncoderCache(
         settings.encoder.cache_bytes, info.encoder_row_bytes, settings.encoder.host_cache_bytes
     )
+    snapshots = None
+    if info.state_bytes:
+        num_snapshots = settings.kv.state_cache_bytes // info.state_bytes
+        snapshots = StateSnapshots(num_snapshots, info.state_bytes)
     scheduler = Scheduler(
-        SchedulerState(pool, encoder_cache, prefix_caching=settings.kv.prefix_caching),
+        SchedulerState(
+            pool,
+            encoder_cache,
+            prefix_caching=settings.kv.prefix_caching,
+            snapshots=snapshots,
+        ),
         info,
         settings.scheduler,
         external,

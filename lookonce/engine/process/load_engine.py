@@ -86,6 +86,10 @@ def load_engine(
     gc.freeze()  # the model's objects stay: later collections need not walk them
     gc.enable()  # `__main__` has disabled it
     external = None
+    if settings.kv.tiers and info.state_bytes:
+        raise ConfigError(
+            "--kv-tier: this model keeps states beside keys and values, which tiers do not hold"
+        )
     if settings.kv.tiers:
         rope = rope_of(loaded.family.text_config)
         external = open_external(settings.kv, loaded.info, rope, runner.page_copier())
@@ -119,6 +123,11 @@ def make_runner(
         max_num_seqs=settings.scheduler.max_num_seqs,
         max_num_batched_tokens=settings.scheduler.max_num_batched_tokens,
         threads=threads,
+        num_snapshots=(
+            settings.kv.state_cache_bytes // loaded.info.state_bytes
+            if loaded.info.state_bytes
+            else 0
+        ),
     )
 
 

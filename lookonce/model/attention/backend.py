@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lookonce.model.attention.cross import CrossStates
 from lookonce.model.kv_pages import KVPages, LayerPages
+from lookonce.model.state import StepStates
 
 Span = tuple[int, int]
 """Absolute `(start, end)` positions of one sequence."""
@@ -122,3 +123,5 @@ class ForwardContext(NamedTuple):
     kv_pages: KVPages
     cross: CrossStates | None = None
     """What an encoder-decoder's tokens cross-attend to."""
+    states: StepStates | None = None
+    """Of the step's sequences, where layers keep other states than keys and values."""

@@ -92,7 +92,7 @@ def paged_attention(
     width = value.shape[-1]
     if width != key.shape[-1]:
         value = pad(value, (0, key.shape[-1] - width))
-    pages = context.kv_pages.layers[module.layer_idx]
+    pages = context.kv_pages.by_number[module.layer_idx]
     if isinstance(pages, LayerPages) and pages.keys.shape[2:] != (key.shape[1], key.shape[3]):
         query, key, value = _as_in_pages(pages, query, key, value)
     metadata = context.metadata

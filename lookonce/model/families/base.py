@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lookonce.model.attention.backend import AttentionFeatures
 from lookonce.model.kv_pages import kv_layout
+from lookonce.model.state import StateLayout
 from lookonce.model.streaming_encoder import FrameEncoder
 from lookonce.types.kv import KVLayout
 from lookonce.types.media import Modality
@@ -58,6 +59,10 @@ class ModelFamily:
 
     separator_id: int | None = None
     """The token between two texts, where the tokenizer has one; set where the model compares."""
+    layer_numbers: tuple[int, ...] | None = None
+    """The decoder's layers that have keys and values, by number; None: all of them."""
+    states: StateLayout = StateLayout()
+    """What layers keep beside keys and values; empty for most models."""
     logit_scale: float = 1.0
     """What the output head gives is multiplied by this, before any softcap."""
 

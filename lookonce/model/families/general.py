@@ -13,6 +13,7 @@ import inspect
 import re
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,6 +36,7 @@ from lookonce.model.attention.backend import (
 from lookonce.model.attention.hf_attention import CAUSAL_LAYER, paged_forward_context
 from lookonce.model.attention.probe import PROBE_TOKENS, probe_metadata, probe_positions
 from lookonce.model.families.base import Model, ModelFamily, Tensors
+from lookonce.model.state import StateObserver, has_states
 from lookonce.types.media import MediaExample, Modality
 from lookonce.types.model import has_axes, media_token, unsupported
 
@@ -65,7 +67,12 @@ class GeneralTextFamily(ModelFamily):
             self.decoder = getattr(self.decoder, "model", self.decoder)  # a whole text model
         if self.decoder is model or self.lm_head is None or self.embed_tokens is None:
             raise self.unservable("it has no decoder with embeddings and an output head apart")
-        self._attention = self._observe()
+        observer = StateObserver(self.text_config) if has_states(self.text_config) else None
+        layers = self._observe(observer)
+        self._attention = list(layers.values())
+        if observer is not None:
+            self.layer_numbers = tuple(layers)
+            self.states = observer.split_steps()
 
     @property
     def reserved_tokens(self) -> frozenset[int]:
@@ -120,37 +127,44 @@ class GeneralTextFamily(ModelFamily):
         return unsupported(self.config.model_type, reason)
 
     @torch.inference_mode()
-    def _observe(self) -> list[LayerAttention]:
-        """Run the decoder once on a few tokens; what each layer's attention was called with."""
+    def _observe(self, observer: StateObserver | None) -> dict[int, LayerAttention]:
+        """Run the decoder once on a few tokens; what each layer's attention was called with, by the
+        layer's number. `observer` sees what other states layers keep."""
         device = self._embedding.device
+        cache = {} if observer is None else {"past_key_values": observer}
+        watching = nullcontext() if observer is None else observer.watching(self.decoder)
         recorder = _Recorder()
         pages: Any = _LayerNumbers()
         ids = torch.arange(PROBE_TOKENS, device=device) % self.vocab_size
         try:
-            with paged_forward_context(ForwardContext(probe_metadata(device), recorder, pages)):
+            context = ForwardContext(probe_metadata(device), recorder, pages)
+            with watching, paged_forward_context(context):
                 self.decoder(
                     inputs_embeds=self.embed_tokens(ids)[None],
                     position_ids=probe_positions(self.position_axes).to(device),
                     attention_mask=None,
                     use_cache=False,
+                    **cache,
                     **self.step_arguments(ids, None),
                 )
         except FORWARD_ERRORS as error:
             raise self.unservable(f"its decoder cannot be run ({error})") from error
-        return self._checked(recorder)
+        return self._checked(recorder, has_states=observer is not None)
 
-    def _checked(self, recorder: _Recorder) -> list[LayerAttention]:
-        layers = recorder.layers
+    def _checked(self, recorder: _Recorder, *, has_states: bool) -> dict[int, LayerAttention]:
+        layers = dict(sorted(recorder.layers.items()))
         if not layers:
             raise self.unservable("its attention does not use transformers' attention interface")
-        if len(layers) < int(self.text_config.num_hidden_layers):
+        if not has_states and len(layers) < int(self.text_config.num_hidden_layers):
             raise self.unservable("some of its layers keep another state than keys and values")
-        if sorted(recorder.calls.elements()) != list(range(len(layers))):
+        if not has_states and list(layers) != list(range(len(layers))):
+            raise self.unservable("its attention layers are not called once each")
+        if any(calls != 1 for calls in recorder.calls.values()):
             raise self.unservable("its attention layers are not called once each")
         most = max(layer.num_kv_heads for layer in layers.values())
         if any(most % layer.num_kv_heads or layer.num_heads % most for layer in layers.values()):
             raise self.unservable("its layers have numbers of heads that do not divide each other")
-        return [layers[index] for index in range(len(layers))]
+        return layers
 
 
 class AnyMediaModel:
@@ -227,9 +241,11 @@ class GeneralMediaFamily(GeneralTextFamily):
         that none does."""
         self.unsplittable, self._largest_unsplittable = modalities, num_tokens
         self._in_windows = in_windows
+        numbers = range(self.num_layers) if self.layer_numbers is None else self.layer_numbers
+        attention = dict(zip(numbers, self._attention, strict=True))
         for module in self.decoder.modules():
-            if (layer := getattr(module, "layer_idx", None)) is not None:
-                unlimited = self._attention[layer].call.sliding_window is None
+            if (layer := getattr(module, "layer_idx", None)) in attention:
+                unlimited = attention[layer].call.sliding_window is None
                 setattr(module, CAUSAL_LAYER, in_windows and unlimited)
 
     @property
@@ -440,7 +456,7 @@ class _LayerNumbers:
     """Stands in for KV pages: the pages of layer i are the number i."""
 
     @property
-    def layers(self) -> _LayerNumbers:
+    def by_number(self) -> _LayerNumbers:
         return self
 
     def __getitem__(self, layer: int) -> int:

@@ -20,6 +20,7 @@ from lookonce.core.block_pool import BlockPool
 from lookonce.core.encoder_cache import EncoderCache
 from lookonce.core.scheduler import Scheduler
 from lookonce.core.scheduler_state import SchedulerState
+from lookonce.core.state_snapshots import StateSnapshots
 from lookonce.engine.process.engine_core import EngineCore
 from lookonce.model.attention.backend import AttentionBackend
 from lookonce.model.attention.select import select_backend
@@ -210,6 +211,7 @@ def serve(
     edit: PlanEdit = lambda plan: plan,
     prompt_logprobs: Mapping[int, int] = MappingProxyType({}),
     num_tokens: int | None = NUM_TOKENS,
+    num_snapshots: int = 32,
 ) -> Served:
     """Answers of an `EngineCore` to all cases; one arrives every step: prefills and decodes mix.
 
@@ -224,6 +226,7 @@ def serve(
             BlockPool(num_blocks, block_size),
             EncoderCache(1 << 20, info.encoder_row_bytes),
             prefix_caching=True,
+            snapshots=StateSnapshots(num_snapshots, info.state_bytes) if info.state_bytes else None,
         ),
         info,
         SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=budget),
@@ -235,6 +238,7 @@ def serve(
         max_num_seqs=8,
         max_num_batched_tokens=budget,
         edit=edit,
+        num_snapshots=num_snapshots,
     )
     core = EngineCore(scheduler, runner)
     tokens: dict[str, list[int]] = {str(i): [] for i in range(len(cases))}

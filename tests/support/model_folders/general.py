@@ -16,14 +16,30 @@ SHARED_LAYERS = {
 }
 OWN_EMBEDDINGS = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 320}
 """Embeddings of each layer."""
+DELTA_NET = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
 OWN_SIZES: dict[str, dict[str, Any]] = {
     "dots1": {"n_shared_experts": 1, "n_routed_experts": 4},
     "gemma3n_text": {**SHARED_LAYERS, **OWN_EMBEDDINGS, "laurel_rank": 8, "intermediate_size": 128},
     "gemma4_text": {**SHARED_LAYERS, **OWN_EMBEDDINGS, "global_head_dim": 32},
     "hunyuan_v1_dense": {"head_dim": 16},
     "hunyuan_v1_moe": {"head_dim": 16, "moe_topk": 2},
+    "granitemoehybrid": {
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "mamba_n_heads": 8,
+        "mamba_d_head": 16,
+        "mamba_d_state": 16,
+        "num_local_experts": 4,
+    },
     "lfm2": {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
     "ministral": {"head_dim": 16},
+    "nemotron_h": {"ssm_state_size": 16, "mamba_num_heads": 8, "mamba_head_dim": 16},
+    "qwen3_5_text": {**DELTA_NET},
+    "qwen3_next": {**DELTA_NET},
 }
 """Sizes that some types need beside those that all have."""
 PER_LAYER = ("layer_types", "mlp_layer_types", "attention_types")
