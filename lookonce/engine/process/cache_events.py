@@ -318,6 +318,8 @@ class TopicLog:
                         self._held.pop(key, None)
                     case Cleared():
                         self._held.clear()
+                    case Load():
+                        self._held[b"load"] = change
             self._batches.append((number, payload))
             self._num_bytes += len(payload)
             while len(self._batches) > self._max_batches or self._num_bytes > self._max_bytes:

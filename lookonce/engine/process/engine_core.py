@@ -78,6 +78,8 @@ class EngineCore:
             self._scheduler.block_size, self._scheduler.take_output_changes, self.load
         )
         self._scheduler.watch(self._events)
+        self._events.tell_load(time.monotonic(), running=0, waiting=0)
+        self._events.flush()
 
     def _step(self) -> SchedulerOutput | None:
         plan = self._scheduler.plan()
