@@ -270,6 +270,6 @@ def _decoded(sent: str) -> bytes | None:
     elif "://" in sent[:16]:
         return None
     try:
-        return pybase64.b64decode(sent, validate=True)
+        return bytes(pybase64.b64decode(sent, validate=True))
     except (binascii.Error, ValueError):
         return None

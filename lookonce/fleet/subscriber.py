@@ -7,6 +7,7 @@ the changes in order. `EventSubscriber` is a thread that reads the sockets and h
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -212,12 +213,13 @@ class EventSubscriber:
             asked.setsockopt(self._zmq.LINGER, 0)
             asked.connect(self._addresses[1])
             asked.send_multipart([b"", request, topic.encode()])
-            answers, deadline = [], time.monotonic() + ANSWER_SECONDS
+            answers: list[tuple[int, bytes]] = []
+            deadline = time.monotonic() + ANSWER_SECONDS
             while not self._stopped.is_set():
                 left = deadline - time.monotonic()
                 if left <= 0:
                     break
-                if asked.poll(min(POLL_MILLISECONDS, left * 1000)):
+                if asked.poll(min(POLL_MILLISECONDS, math.ceil(left * 1000))):
                     _, number, payload = asked.recv_multipart()
                     if number == END_OF_REPLAY:
                         return answers

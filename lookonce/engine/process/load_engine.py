@@ -98,9 +98,7 @@ def load_engine(
         outputs = open_external_outputs(settings.encoder, loaded.info, copier)
     pool = BlockPool(num_blocks, block_size)
     grammars.load_soon()
-    core, preprocessor = assemble(
-        loaded.info, runner, settings, pool, external, grammars, outputs
-    )
+    core, preprocessor = assemble(loaded.info, runner, settings, pool, external, grammars, outputs)
     core.load = warm_up_engine.load  # the first rates that a router knows
     return core, preprocessor
 
