@@ -351,6 +351,8 @@ class EventsConfig:
 
 ENCODER_TOPIC, ITEM_TOPIC = "lookonce.encoder-outputs", "lookonce.items"
 """Of events about encoder outputs and processed items."""
+ENGINE_TOPIC = "lookonce.engine"
+"""Of events about prompts that were computed, and of the engine's load."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -834,7 +836,7 @@ def parse_events(text: str) -> EventsConfig:
             f"--events: {text!r} is neither tcp://HOST:PORT nor ipc://PATH, with ?topic=NAME, "
             "&form=array|map, &only=kv or &replay=ADDRESS after it"
         )
-    if topic in (ENCODER_TOPIC, ITEM_TOPIC):
+    if topic in (ENCODER_TOPIC, ITEM_TOPIC, ENGINE_TOPIC):
         raise ConfigError(f"--events: the topic {topic!r} is that of other events")
     if find_spec("zmq") is None:
         raise ConfigError("--events needs the optional extra: pip install 'lookonce[events]'")

@@ -40,6 +40,8 @@ from lookonce.types.request import (
 )
 from lookonce.types.step import StepPlan, StepResult
 
+MAX_ITEMS_TOLD = 1000
+"""Of a prompt, in the event that it was computed."""
 MAX_SHARES = 4
 """How many tenants may have as many requests waiting as one tenant may."""
 
@@ -513,6 +515,19 @@ class UpdateFromOutput:
             content = block_content(sequence, index, pool.block_size)
             pool.events.stored(block_hash, *content)
 
+    def _tell_computed(self, sequence: Sequence) -> None:
+        """Tell subscribers of a prompt whose last token was computed."""
+        pool, request = self._state.block_pool, sequence.request
+        num_full = min(request.num_prompt_tokens // pool.block_size, len(sequence.block_hashes))
+        told = (request.features[at] for at in range(min(len(request.features), MAX_ITEMS_TOLD)))
+        assert pool.events is not None
+        pool.events.computed(
+            request.request_id,
+            request.num_prompt_tokens,
+            sequence.block_hashes[num_full - 1] if num_full else None,
+            tuple((feature.key, feature.length) for feature in told),
+        )
+
     def _release_passed_items(self, sequence: Sequence) -> None:
         """Release the outputs of items that end at or before the last computed position."""
         features, held = sequence.request.features, sequence.held
@@ -570,6 +585,8 @@ class UpdateFromOutput:
             delta.reuse_stats = request.reuse_stats.freeze(self._state.clock())
             delta.prompt_logprobs = request.take_prompt_logprobs()
             delta.alignment = request.alignment
+            if self._state.block_pool.events is not None:
+                self._tell_computed(sequence)
         if self._encoder_connector is not None:
             self._encoder_connector.release_all(request)
         if not request.prefilled:

@@ -183,3 +183,13 @@ class BlockEvents(Protocol):
     def removed(self, block_hash: bytes) -> None: ...
 
     def cleared(self) -> None: ...
+
+    def computed(
+        self,
+        request_id: str,
+        num_tokens: int,
+        block_hash: bytes | None,
+        items: tuple[tuple[bytes, int], ...],
+    ) -> None:
+        """A request's prompt of `num_tokens` is computed. `block_hash`: of its last full block, if
+        there is one; `items`: key and length, in tokens, of its first media items."""

@@ -17,12 +17,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lookonce.cache.store import Store
-from lookonce.config import ENCODER_TOPIC, ITEM_TOPIC, EventsConfig, Options, resolve
+from lookonce.config import ENCODER_TOPIC, ENGINE_TOPIC, ITEM_TOPIC, EventsConfig, Options, resolve
 from lookonce.engine.process.cache_events import (
     Change,
     Cleared,
+    Computed,
     EventPublisher,
     Held,
+    Load,
     Removed,
     StepEvents,
     Stored,
@@ -31,6 +33,7 @@ from lookonce.engine.process.cache_events import (
 )
 from lookonce.errors import ConfigError
 from lookonce.types.sampling import SamplingParams
+from lookonce.types.step import ScheduledSequence, StepPlan, StepResult
 from tests.support.cache_items import item
 from tests.support.core.builders import Limits, feature, key, request, text
 from tests.support.core.engine import Engine
@@ -187,6 +190,8 @@ class Published:
             topic: Subscriber(form, self.asker(topic), blocks=topic == "kv") for topic in self.logs
         }
         self.loses = False
+        self.told: list[Change] = []
+        """Of the engine: prompts that were computed, and its load."""
         self.events = StepEvents(self.publish, "kv", engine.scheduler.take_output_changes)
         engine.scheduler.watch(self.events)
 
@@ -199,6 +204,9 @@ class Published:
         return ask
 
     def publish(self, topic: str, changes: list[Change]) -> None:
+        if topic == ENGINE_TOPIC:
+            self.told += changes
+            return
         name, number, payload = self.logs[topic].append(changes)
         assert name == topic.encode()
         if not self.loses:
@@ -289,6 +297,47 @@ def test_blocks_say_their_tokens_parents_and_pictures() -> None:
     _, payload = published.logs["kv"].replay(1)[0]
     (event,) = DEFINITIONS["array"].decoder.decode(payload).events
     assert event.extra_keys == [None, (key("p").hex(),), None, None, None]
+
+
+def test_a_computed_prompt_is_told_once_with_its_last_full_block_and_its_items() -> None:
+    published = Published(Engine(Limits()), "array", 1000)
+    sent = request("1-2-mine", text(20, seed=1), [feature("p", 5, 3)], sampling=SHORT)
+    published.engine.add(sent)
+    published.run()
+    (computed,) = (each for each in published.told if isinstance(each, Computed))
+    assert computed.request_id == "mine"
+    assert computed.num_tokens == sent.prompt.shape[0]
+    assert computed.items == ((key("p"), 3),)
+    held = published.subscribers["kv"].held
+    parent, chain = computed.block_hash, 0
+    while parent is not None:
+        parent, chain = held[parent][0], chain + 1
+    assert chain == computed.num_tokens // BLOCK
+    (event,) = to_events([computed], 0)
+    assert event["type"] == "PromptComputed"
+
+
+def test_a_load_is_told_at_most_ten_times_a_second_and_when_nothing_is_left() -> None:
+    published = Published(Engine(Limits()), "array", 1000)
+    events = published.events
+    for moment, running in ((5.0, 1), (5.05, 2), (5.11, 3), (5.12, 0), (5.13, 0)):
+        events.tell_load(moment, running, waiting=0)
+        events.flush()
+    loads = [each for each in published.told if isinstance(each, Load)]
+    assert [load.running for load in loads] == [1, 3, 0]
+
+
+def test_a_load_counts_prompts_decodes_and_encoder_runs_apart() -> None:
+    load = Load()
+    prompt = ScheduledSequence(1, 0, 8, (), (), (), True)
+    decode = ScheduledSequence(2, 9, 1, (), (), (), True)
+    load.note_step(StepPlan(1, scheduled=(decode, prompt)), StepResult(), 0.5)
+    load.note_step(StepPlan(2, scheduled=(decode,)), StepResult(), 0.25)
+    encoded = StepResult(encode_seconds={b"a": 0.25, b"b": 0.5})
+    load.note_step(StepPlan(3, scheduled=(prompt,)), encoded, 1.0)
+    assert (load.prompt_tokens, load.prompt_seconds) == (17, 0.75)
+    assert (load.decoded_tokens, load.decode_seconds) == (1, 0.25)
+    assert (load.encoder_runs, load.encode_seconds) == (2, 0.75)
 
 
 def test_blocks_loaded_from_a_tier_are_told_like_computed_ones() -> None:

@@ -29,8 +29,10 @@ from typing import Any, TypeAlias
 import msgspec
 import numpy as np
 
-from lookonce.config import ENCODER_TOPIC, ITEM_TOPIC, EventsConfig
+from lookonce.config import ENCODER_TOPIC, ENGINE_TOPIC, ITEM_TOPIC, EventsConfig
 from lookonce.errors import ConfigError
+from lookonce.types.request import client_request_id
+from lookonce.types.step import StepPlan, StepResult
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +43,8 @@ MAX_SNAPSHOT_CHANGES = 1_000
 """Changes in one batch of a snapshot."""
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 SNAPSHOT = b"snapshot"
+LOAD_SECONDS = 0.1
+"""Least time between two events about the load."""
 MEDIUM = "GPU"
 """What vLLM calls the device, of whatever kind."""
 HIGH_WATER_MARK = 100_000
@@ -73,7 +77,48 @@ class Cleared(msgspec.Struct, frozen=True, gc=False):
     """Nothing is held any more."""
 
 
-Change: TypeAlias = Stored | Held | Removed | Cleared
+class Computed(msgspec.Struct, frozen=True, gc=False):
+    """A prompt was computed; fields as in `types.ports.BlockEvents.computed`."""
+
+    request_id: str
+    """The client's."""
+    num_tokens: int
+    block_hash: bytes | None
+    items: tuple[tuple[bytes, int], ...]
+
+
+class Load(msgspec.Struct, gc=False):
+    """How many requests there are, and what the steps since the start took."""
+
+    running: int = 0
+    waiting: int = 0
+    prompt_tokens: int = 0
+    """Computed in steps that computed any prompt, and those steps' seconds without encoder runs."""
+    prompt_seconds: float = 0.0
+    encoder_runs: int = 0
+    encode_seconds: float = 0.0
+    decoded_tokens: int = 0
+    """Computed in steps without any prompt, and their seconds."""
+    decode_seconds: float = 0.0
+
+    def note_step(self, plan: StepPlan, result: StepResult, seconds: float) -> None:
+        """Add what a step computed, and how long it took."""
+        if result.encode_seconds:
+            encoding = sum(result.encode_seconds.values())
+            self.encoder_runs += len(result.encode_seconds)
+            self.encode_seconds += encoding
+            seconds = max(0.0, seconds - encoding)
+        if plan.scheduled:
+            num_tokens = plan.num_tokens
+            if num_tokens > len(plan.scheduled):
+                self.prompt_tokens += num_tokens
+                self.prompt_seconds += seconds
+            else:
+                self.decoded_tokens += num_tokens
+                self.decode_seconds += seconds
+
+
+Change: TypeAlias = Stored | Held | Removed | Cleared | Computed | Load
 Event: TypeAlias = dict[str, Any]
 """Field → value, `type` first, in the order of vLLM's definitions."""
 
@@ -89,12 +134,17 @@ class StepEvents:
         publish: Callable[[str, list[Change]], None],
         topic: str,
         take_outputs: Callable[[], tuple[list[bytes], list[bytes]]],
+        load: Load | None = None,
     ) -> None:
-        """`topic` of KV blocks; `take_outputs`: encoder outputs that have come and gone."""
+        """`topic` of KV blocks; `take_outputs`: encoder outputs that have come and gone; `load`:
+        where steps are counted."""
         self._publish = publish
         self._topic = topic
         self._take_outputs = take_outputs
         self._changes: list[Change] = []
+        self._requests: list[Change] = []
+        self._load = load or Load()
+        self._next_load = 0.0
 
     def stored(
         self, block_hash: bytes, parent: bytes | None, tokens: bytes, items: tuple[bytes, ...]
@@ -107,7 +157,31 @@ class StepEvents:
     def cleared(self) -> None:
         self._changes.append(Cleared())
 
+    def computed(
+        self,
+        request_id: str,
+        num_tokens: int,
+        block_hash: bytes | None,
+        items: tuple[tuple[bytes, int], ...],
+    ) -> None:
+        self._requests.append(
+            Computed(client_request_id(request_id), num_tokens, block_hash, items)
+        )
+
+    def tell_load(self, moment: float, running: int, waiting: int) -> None:
+        """Tell the load where it was not told for `LOAD_SECONDS`, or nothing is left to do."""
+        load = self._load
+        idle = not running and not waiting and load.running + load.waiting > 0
+        if moment < self._next_load and not idle:
+            return
+        self._next_load = moment + LOAD_SECONDS
+        load.running, load.waiting = running, waiting
+        self._requests.append(msgspec.structs.replace(load))
+
     def flush(self) -> None:
+        if self._requests:
+            self._publish(ENGINE_TOPIC, self._requests)
+            self._requests = []
         if self._changes:
             self._publish(self._topic, self._changes)
             self._changes = []
@@ -153,6 +227,16 @@ def _event(change: Change, block_size: int) -> Event:
             return {"type": "AllBlocksCleared"}
         case Held(key):
             return {"type": "KeysHeld", "keys": [key]}
+        case Computed(request_id, num_tokens, block_hash, items):
+            return {
+                "type": "PromptComputed",
+                "request_id": request_id,
+                "num_tokens": num_tokens,
+                "items": items,
+                "block_hash": block_hash,
+            }
+        case Load():
+            return {"type": "EngineLoad"} | msgspec.structs.asdict(change)
         case Removed(key):
             return {"type": "KeysRemoved", "keys": [key]}
         case _:
@@ -234,6 +318,8 @@ class TopicLog:
                         self._held.pop(key, None)
                     case Cleared():
                         self._held.clear()
+                    case Load():
+                        self._held[b"load"] = change
             self._batches.append((number, payload))
             self._num_bytes += len(payload)
             while len(self._batches) > self._max_batches or self._num_bytes > self._max_bytes:
@@ -299,7 +385,7 @@ class EventPublisher:
         self._queue: queue.SimpleQueue[tuple[str, list[Change]] | None] = queue.SimpleQueue()
         self._logs: dict[str, TopicLog] = {}
         if not config.blocks_only:
-            for topic in (ENCODER_TOPIC, ITEM_TOPIC):
+            for topic in (ENCODER_TOPIC, ITEM_TOPIC, ENGINE_TOPIC):
                 self._logs[topic] = TopicLog(topic, config.form)
         self._threads = [
             threading.Thread(target=self._publish_all, name="events", daemon=True),
@@ -309,12 +395,16 @@ class EventPublisher:
             thread.start()
 
     def open_step_events(
-        self, block_size: int, take_outputs: Callable[[], tuple[list[bytes], list[bytes]]]
+        self,
+        block_size: int,
+        take_outputs: Callable[[], tuple[list[bytes], list[bytes]]],
+        load: Load | None = None,
     ) -> StepEvents:
-        """What the step thread tells of its caches, whose blocks have so many tokens."""
+        """What the step thread tells of its caches, whose blocks have so many tokens, and of the
+        steps counted in `load`."""
         topic = self._config.topic
         self._logs[topic] = TopicLog(topic, self._config.form, block_size)
-        return StepEvents(self.publish, topic, take_outputs)
+        return StepEvents(self.publish, topic, take_outputs, load)
 
     def item_changed(self, key: bytes, held: bool) -> None:
         """A processed item has come or gone; any thread."""

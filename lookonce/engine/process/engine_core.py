@@ -18,7 +18,7 @@ from lookonce.core.request import Request
 from lookonce.core.request_validation import RequestValidator
 from lookonce.core.scheduler import Scheduler
 from lookonce.core.scheduler_state import SchedulerOutput
-from lookonce.engine.process.cache_events import EventPublisher, StepEvents
+from lookonce.engine.process.cache_events import EventPublisher, Load, StepEvents
 from lookonce.engine.process.grammar import Compile
 from lookonce.errors import LookOnceError, RequestFailedError
 from lookonce.types.media import Array, MediaFeature, ProcessedItem
@@ -56,6 +56,8 @@ class EngineCore:
         self._external_outputs = external_outputs
         self._broken_steps = 0
         self._events: StepEvents | None = None
+        self.load: Load | None = None
+        """Where steps are counted; None: they are not."""
         self.add_figures: Callable[[], dict[str, float]] = dict
         """More counters for `stats`; benchmarks set this."""
 
@@ -63,15 +65,21 @@ class EngineCore:
         """One step; its output, None when there was nothing to do."""
         output = self._step()
         if self._events is not None:
+            scheduler = self._scheduler
+            self._events.tell_load(time.monotonic(), scheduler.num_running, scheduler.num_waiting)
             self._events.flush()
         return output
 
     def publish(self, publisher: EventPublisher) -> None:
         """From now on the caches tell `publisher` what they gain and lose; they are empty yet."""
+        if self.load is None:
+            self.load = Load()
         self._events = publisher.open_step_events(
-            self._scheduler.block_size, self._scheduler.take_output_changes
+            self._scheduler.block_size, self._scheduler.take_output_changes, self.load
         )
         self._scheduler.watch(self._events)
+        self._events.tell_load(time.monotonic(), running=0, waiting=0)
+        self._events.flush()
 
     def _step(self) -> SchedulerOutput | None:
         plan = self._scheduler.plan()
@@ -175,6 +183,8 @@ class EngineCore:
                 raise
             logger.exception("step %d failed: %d sequences end", plan.step_id, len(plan.scheduled))
             return _broken(plan, error)
+        if self.load is not None:
+            self.load.note_step(plan, result, time.monotonic() - started)
         if plan.scheduled:
             self._broken_steps = 0
             if self._external is not None:

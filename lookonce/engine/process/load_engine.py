@@ -18,6 +18,7 @@ import torch
 from lookonce.config import GIB, KVConfig
 from lookonce.core.block_pool import BlockPool
 from lookonce.engine.process.build import assemble
+from lookonce.engine.process.cache_events import Load
 from lookonce.engine.process.engine_core import EngineCore, RequestPreprocessor
 from lookonce.engine.process.grammar import GrammarCompiler
 from lookonce.engine.process.kv_tiers import open_external, open_external_outputs, rope_of
@@ -76,6 +77,8 @@ def load_engine(
     info = loaded.info
     grammars = GrammarCompiler(settings.model.folder, info.vocab_size, info.eos_token_ids)
     warm_up_engine, _ = assemble(loaded.info, runner, settings, scratch)
+    if settings.events is not None:
+        warm_up_engine.load = Load()
     warm_up(
         warm_up_engine,
         items.take(info),
@@ -99,7 +102,9 @@ def load_engine(
         outputs = open_external_outputs(settings.encoder, loaded.info, copier)
     pool = BlockPool(num_blocks, block_size)
     grammars.load_soon()
-    return assemble(loaded.info, runner, settings, pool, external, grammars, outputs)
+    core, preprocessor = assemble(loaded.info, runner, settings, pool, external, grammars, outputs)
+    core.load = warm_up_engine.load  # the first rates that a router knows
+    return core, preprocessor
 
 
 def attention_of(loaded: LoadedModel, kv: KVConfig) -> tuple[AttentionBackend, int]:

@@ -1,0 +1,275 @@
+"""Speaks HTTP/1.1 to one engine's own server: requests go out as they came, answers are handed on
+as the bytes that come.
+
+A connection is used for one request at a time, and again for the next one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Iterable
+
+import httptools
+
+Headers = list[tuple[bytes, bytes]]
+
+CONNECT_SECONDS = 5.0
+MAX_IDLE = 128
+"""Connections kept for later requests."""
+MAX_UNREAD = 1 << 20
+"""Bytes of an answer that may wait for the client; the engine's connection is not read beyond."""
+HOP_BY_HOP = frozenset(
+    {
+        b"connection",
+        b"keep-alive",
+        b"proxy-authenticate",
+        b"proxy-authorization",
+        b"proxy-connection",
+        b"te",
+        b"trailer",
+        b"transfer-encoding",
+        b"upgrade",
+    }
+)
+
+
+class EngineLostError(Exception):
+    """The engine's server cannot be reached, or ended its connection in the middle."""
+
+
+class EngineAnswer:
+    """The head of an answer, and its body as it comes."""
+
+    def __init__(self, connection: _Connection) -> None:
+        self._connection = connection
+        self.status = connection.status
+        self.headers = connection.headers
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        """Raises `EngineLostError`. What has gathered meanwhile comes as one."""
+        while (chunk := await self._connection.read()) is not None:
+            yield chunk
+
+    async def body(self) -> bytes:
+        return b"".join([chunk async for chunk in self.chunks()])
+
+    def abort(self, _: object = None) -> None:
+        """End the connection, and with it the request at the engine."""
+        self._connection.abort()
+
+    def close(self) -> None:
+        """The connection is used again if the answer was read to its end."""
+        self._connection.release()
+
+
+class EngineClient:
+    """The connections to one engine's server. `address`: `HOST:PORT` or `unix:PATH`."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self._idle: deque[_Connection] = deque()
+        local = address.startswith("unix:")
+        self._host = b"localhost" if local else address.encode()
+
+    async def request(
+        self,
+        method: str,
+        target: str,
+        headers: Iterable[tuple[bytes, bytes]] = (),
+        body: bytes = b"",
+    ) -> EngineAnswer:
+        """The answer, once its head has come; its `close` must be called.
+
+        `headers` are sent but for those about the connection. Raises `EngineLostError`.
+        """
+        head = self._head(method, target, headers, len(body))
+        while True:
+            connection, used = await self._connection()
+            try:
+                await connection.send(head, body)
+            except EngineLostError:
+                connection.abort()
+                if used and not connection.received:
+                    continue  # it was closed while it was idle
+                raise
+            except BaseException:
+                connection.abort()
+                raise
+            return EngineAnswer(connection)
+
+    def close(self) -> None:
+        while self._idle:
+            self._idle.pop().abort()
+
+    def _head(
+        self, method: str, target: str, headers: Iterable[tuple[bytes, bytes]], length: int
+    ) -> bytes:
+        lines = [f"{method} {target} HTTP/1.1\r\nhost: ".encode("ascii"), self._host, b"\r\n"]
+        for name, value in headers:
+            if name not in HOP_BY_HOP and name not in (b"host", b"content-length", b"expect"):
+                lines += (name, b": ", value, b"\r\n")
+        if length or method in ("POST", "PUT", "PATCH"):
+            lines.append(b"content-length: %d\r\n" % length)
+        lines.append(b"\r\n")
+        return b"".join(lines)
+
+    async def _connection(self) -> tuple[_Connection, bool]:
+        """A connection, and whether it was used before."""
+        while self._idle:
+            connection = self._idle.pop()
+            if connection.usable:
+                return connection, True
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(CONNECT_SECONDS):
+                if self.address.startswith("unix:"):
+                    path = self.address.removeprefix("unix:")
+                    _, made = await loop.create_unix_connection(lambda: _Connection(self), path)
+                else:
+                    host, _, port = self.address.rpartition(":")
+                    _, made = await loop.create_connection(
+                        lambda: _Connection(self), host.strip("[]"), int(port)
+                    )
+        except (OSError, TimeoutError) as error:
+            raise EngineLostError(f"{self.address} cannot be reached") from error
+        return made, False
+
+    def keep(self, connection: _Connection) -> None:
+        if len(self._idle) < MAX_IDLE:
+            self._idle.append(connection)
+        else:
+            connection.abort()
+
+
+class _Connection(asyncio.Protocol):
+    """One connection; also the parser's callbacks."""
+
+    def __init__(self, client: EngineClient) -> None:
+        self._client = client
+        self._transport: asyncio.Transport | None = None
+        self._parser = httptools.HttpResponseParser(self)
+        self._waiter: asyncio.Future[None] | None = None
+        self._chunks: list[bytes] = []
+        self._unread = 0
+        self._paused = False
+        self._writable = asyncio.Event()
+        self._writable.set()
+        self.status = 0
+        self.headers: Headers = []
+        self.received = False
+        """Any byte of the answer."""
+        self._head_came = False
+        self._complete = True
+        self._lost = False
+
+    @property
+    def usable(self) -> bool:
+        return not self._lost and self._complete
+
+    async def send(self, head: bytes, body: bytes) -> None:
+        """Send a request and wait for the head of its answer. Raises `EngineLostError`."""
+        assert self._transport is not None
+        self.status, self.headers, self.received = 0, [], False
+        self._head_came = self._complete = False
+        self._chunks, self._unread = [], 0
+        if len(body) <= 1 << 16:
+            self._transport.write(head + body)
+        else:
+            self._transport.write(head)
+            self._transport.write(body)
+        await self._writable.wait()
+        while not self._head_came:
+            await self._wait()
+
+    async def read(self) -> bytes | None:
+        """What of the body has come; None at its end."""
+        while not self._chunks:
+            if self._complete:
+                return None
+            await self._wait()
+        data = self._chunks[0] if len(self._chunks) == 1 else b"".join(self._chunks)
+        self._chunks, self._unread = [], 0
+        if self._paused and self._transport is not None:
+            self._paused = False
+            self._transport.resume_reading()
+        return data
+
+    def release(self) -> None:
+        if self._complete and not self._lost and self._parser.should_keep_alive():
+            self._parser = httptools.HttpResponseParser(self)
+            self._client.keep(self)
+        else:
+            self.abort()
+
+    def abort(self) -> None:
+        self._lost = True
+        if self._transport is not None:
+            self._transport.abort()
+
+    async def _wait(self) -> None:
+        if self._lost:
+            raise EngineLostError(f"{self._client.address} ended its connection")
+        self._waiter = asyncio.get_running_loop().create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    # --- asyncio's callbacks ---
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._lost = True
+        self._writable.set()
+        self._wake()
+
+    def eof_received(self) -> bool:
+        return False
+
+    def pause_writing(self) -> None:
+        self._writable.clear()
+
+    def resume_writing(self) -> None:
+        self._writable.set()
+
+    def data_received(self, data: bytes) -> None:
+        if self._complete:
+            self.abort()  # nothing was asked
+            return
+        self.received = True
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError:
+            self.abort()
+        if self._unread > MAX_UNREAD and not self._paused and self._transport is not None:
+            self._paused = True
+            self._transport.pause_reading()
+        self._wake()
+
+    # --- the parser's callbacks ---
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self.headers.append((name.lower(), value))
+
+    def on_headers_complete(self) -> None:
+        self.status = self._parser.get_status_code()
+        if self.status >= 200:
+            self._head_came = True
+        else:
+            self.headers = []
+
+    def on_body(self, body: bytes) -> None:
+        self._chunks.append(body)
+        self._unread += len(body)
+
+    def on_message_complete(self) -> None:
+        if self._head_came:
+            self._complete = True

@@ -1,0 +1,762 @@
+"""The fleet as one server: an ASGI application that sends each request to the engine which the
+router chooses, and hands on the answer as bytes.
+
+    body → identity (digests of encoded bytes) → router → the engine's own HTTP server → client
+
+A request whose engine is lost, or cannot serve, before its answer has begun is sent once more, to
+another engine; so is one that refers by name to media which only another engine knows. Afterwards
+an engine's death ends its own requests alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import logging
+import os
+import re
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from typing import Any
+
+import msgspec
+from starlette.types import Message, Receive, Scope, Send
+
+from lookonce.config import ApiKey, ServerConfig, key_digest
+from lookonce.errors import LookOnceError
+from lookonce.fleet.engine_http import (
+    HOP_BY_HOP,
+    EngineAnswer,
+    EngineClient,
+    EngineLostError,
+    Headers,
+)
+from lookonce.fleet.identity import Identity, Processor, identify
+from lookonce.fleet.router import EngineState, NoEngineError, Route, Router
+from lookonce.fleet.subscriber import Change, EventSubscriber
+from lookonce.frontend.responses import ErrorBody, ErrorResponse
+from lookonce.server.http.request_guard import RequestGuard
+from lookonce.server.http.responses import encode, error_response, error_type
+
+logger = logging.getLogger("lookonce.fleet")
+
+MAX_BODY_BYTES = 512 << 20
+PROBE_SECONDS = 1.0
+"""Between two looks at an engine's `/ready`."""
+PROBE_TIMEOUT = 10.0
+RETRIED_STATUSES = frozenset({502, 503})
+"""An engine that answers so has not begun: another one may serve the request."""
+REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+STORED_ID = re.compile(rb'"id"\s*:\s*"((?:resp|conv)_[^"]{1,200})"')
+STORED_PATH = re.compile(r"/v1/(?:responses|conversations)/([^/]+)(?:/.*)?")
+STORING_PATHS = frozenset({"/v1/responses", "/v1/conversations"})
+BROADCAST_PATHS = frozenset(
+    {
+        "/inference/v1/abort_requests",
+        "/reset_mm_cache",
+        "/reset_encoder_cache",
+        "/reset_prefix_cache",
+    }
+)
+"""POSTs that every engine gets."""
+OWN_PATHS = frozenset({"/health", "/ping", "/ready", "/metrics", "/fleet"})
+CLIENT_LEFT_STATUS = 499
+METRICS_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
+
+
+class EngineAddress(msgspec.Struct, frozen=True):
+    """Where an engine's server is, and what it serves."""
+
+    name: str
+    model: str
+    http: str
+    """`HOST:PORT` or `unix:PATH`."""
+    events: str | None = None
+    """ZMQ endpoints of its `--events`, and the topic of KV blocks."""
+    events_replay: str | None = None
+    events_topic: str = "kv-events"
+    draining: bool = False
+
+
+class Member:
+    """One engine of the fleet: its connections, its events, and whether it is ready."""
+
+    def __init__(self, address: EngineAddress, state: EngineState, key: str | None) -> None:
+        self.address, self.state = address, state
+        self.client = EngineClient(address.http)
+        self.processor = Processor()
+        self.card: dict[str, Any] | None = None
+        self.subscriber: EventSubscriber | None = None
+        self.headers: Headers = [(b"authorization", b"Bearer " + key.encode())] if key else []
+        self.draining = address.draining
+        self._looks = asyncio.Event()
+        self._task = asyncio.get_running_loop().create_task(self._watch())
+
+    def look(self) -> None:
+        """It failed: see at once whether it is still there."""
+        self.state.accepts = False
+        self._looks.set()
+
+    def close(self) -> None:
+        self._task.cancel()
+        self.state.accepts = False
+        if self.subscriber is not None:
+            asyncio.get_running_loop().run_in_executor(None, self.subscriber.close)
+
+    async def _watch(self) -> None:
+        while True:
+            self._looks.clear()
+            ready = await self._is_ready()
+            if ready and self.card is None:
+                ready = await self._learn()
+            self.state.accepts = ready and not self.draining
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(PROBE_SECONDS):
+                    await self._looks.wait()
+                    await asyncio.sleep(0.05)
+
+    async def _is_ready(self) -> bool:
+        found = await self._get("/ready")
+        return found is not None and found[0] == 200
+
+    async def _learn(self) -> bool:
+        """What the model is called and how its media are identified; whether it told."""
+        models = await self._get("/v1/models")
+        cache = await self._get("/inference/v1/media_cache")
+        if models is None or models[0] != 200:
+            return False
+        try:
+            self.card = msgspec.json.decode(models[1])["data"][0]
+            if cache is not None and cache[0] == 200:
+                told = msgspec.json.decode(cache[1])
+                self.processor = Processor(bytes.fromhex(told["fingerprint"]), told["algorithm"])
+        except (msgspec.MsgspecError, LookupError, ValueError, TypeError):
+            logger.error("%s does not answer as an engine does", self.address.name)
+            return False
+        return True
+
+    async def _get(self, path: str) -> tuple[int, bytes] | None:
+        try:
+            async with asyncio.timeout(PROBE_TIMEOUT):
+                answer = await self.client.request("GET", path, self.headers)
+                try:
+                    return answer.status, await answer.body()
+                finally:
+                    answer.close()
+        except (EngineLostError, TimeoutError):
+            return None
+
+
+class Fleet:
+    """The engines as one front-end knows them. Made and used on its event loop."""
+
+    def __init__(self, router: Router, key: str | None = None) -> None:
+        """`key`: what engines ask for, where they have keys."""
+        self.router = router
+        self._key = key
+        self.members: dict[str, Member] = {}
+
+    def update(self, addresses: Mapping[str, EngineAddress]) -> None:
+        """The engines that there are now, by name. One that is named no more gets no new requests;
+        those that it serves go on."""
+        loop = asyncio.get_running_loop()
+        for name in self.members.keys() - addresses.keys():
+            logger.info("engine %s is gone", name)
+            member = self.members.pop(name)
+            member.close()
+            self.router.remove_engine(name)
+        for name, address in addresses.items():
+            member_of = self.members.get(name)
+            if member_of is None:
+                logger.info("engine %s of model %s at %s", name, address.model, address.http)
+                follows = address.events is not None
+                state = self.router.add_engine(name, address.model, follows=follows)
+                state.accepts = False
+                member = self.members[name] = Member(address, state, self._key)
+                if address.events is not None:
+                    replay = address.events_replay or address.events
+                    member.subscriber = EventSubscriber(
+                        address.events,
+                        replay,
+                        address.events_topic,
+                        self._on_changes(state, loop),
+                    )
+            elif address.draining and not member_of.draining:
+                member_of.draining, member_of.state.accepts = True, False
+
+    def _on_changes(
+        self, state: EngineState, loop: asyncio.AbstractEventLoop
+    ) -> Callable[[list[Change]], None]:
+        def hand_over(changes: list[Change]) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(self.router.apply, state, changes)
+
+        return hand_over
+
+    def processor_of(self, model: Any) -> Processor:
+        """Of any engine of the model."""
+        for member in self.members.values():
+            if member.card is not None and model in (None, member.address.model):
+                return member.processor
+        return Processor()
+
+    def ready(self) -> list[Member]:
+        return [member for member in self.members.values() if member.state.accepts]
+
+    def close(self) -> None:
+        self.update({})
+
+
+class Frontend:
+    """The ASGI application."""
+
+    def __init__(self, fleet: Fleet, config: ServerConfig) -> None:
+        self._fleet = fleet
+        self._keys = config.api_keys
+        self._guard = RequestGuard.of(config)
+        self.draining = False
+        self.active = 0
+        """Requests that are being served."""
+        self._idle = asyncio.Event()
+        self.responses: Counter[int] = Counter()
+        self.retried = 0
+        self.decision_seconds = 0.0
+        self.decisions = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "websocket":
+            await self._websocket(scope, receive, send)
+            return
+        if scope["type"] != "http":
+            return
+        exchange = _Exchange(scope, receive, send)
+        self.active += 1
+        try:
+            exchange.added = list(self._guard.admit(scope))
+            asked = self._guard.preflight(scope)
+            if asked is not None and exchange.added:
+                await exchange.answer(204, [*asked], b"")
+            elif scope["path"] in OWN_PATHS:
+                await self._own(exchange)
+            else:
+                await self._serve(exchange)
+        except _ClientLeft:
+            exchange.status = exchange.status or CLIENT_LEFT_STATUS
+        except LookOnceError as error:
+            response = error_response(error)
+            await exchange.answer(response.status_code, response.raw_headers, bytes(response.body))
+        except Exception:
+            logger.exception("a request failed")
+            await exchange.refuse(500, "internal", "the front-end failed to serve this request")
+        finally:
+            self._end_one()
+            self.responses[exchange.status] += 1
+            exchange.close()
+
+    def _end_one(self) -> None:
+        self.active -= 1
+        if not self.active:
+            self._idle.set()
+
+    async def wait_idle(self) -> None:
+        """Until no request is being served."""
+        while self.active:
+            self._idle.clear()
+            await self._idle.wait()
+
+    # --- requests for engines --------------------------------------------------------------------
+
+    async def _serve(self, exchange: _Exchange) -> None:
+        if self.draining:
+            await exchange.refuse(503, "draining", "this front-end shuts down")
+            return
+        body = await exchange.body()
+        if body is None:
+            await exchange.refuse(413, "too_large", f"a body has at most {MAX_BODY_BYTES} bytes")
+            return
+        method, path = exchange.method, exchange.path
+        if path == "/v1/models" and method == "GET":
+            await self._models(exchange)
+        elif method == "POST" and path in BROADCAST_PATHS:
+            await self._broadcast(exchange, body)
+        elif stored := STORED_PATH.fullmatch(path):
+            await self._stored(exchange, body, stored[1])
+        else:
+            began = time.perf_counter()
+            request_id, identity = self._identify(exchange, body)
+            self.decision_seconds += time.perf_counter() - began
+            await self._route(exchange, body, request_id, identity)
+
+    def _identify(self, exchange: _Exchange, body: bytes) -> tuple[str, Identity]:
+        """The request's id and what it refers to; of what is no JSON, nothing."""
+        given: Any = None
+        if body and exchange.header(b"content-type").startswith(b"application/json"):
+            with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):
+                given = msgspec.json.decode(body)
+        if not isinstance(given, dict):
+            return exchange.request_id, Identity()
+        session = exchange.header(b"x-session-id").decode("latin-1") or None
+        processor = self._fleet.processor_of(given.get("model"))
+        identity = identify(given, self._tenant(exchange), processor, session)
+        named = given.get("request_id")
+        if isinstance(named, str) and REQUEST_ID.fullmatch(named):
+            return named, identity
+        return exchange.request_id, identity
+
+    def _tenant(self, exchange: _Exchange) -> str:
+        """Of the request's key. Engines refuse keys that are not known."""
+        if not self._keys:
+            return ""
+        scheme, _, key = exchange.header(b"authorization").decode("latin-1").partition(" ")
+        if scheme.lower() != "bearer":
+            key = exchange.header(b"x-api-key").decode("latin-1")
+        found = _find_key(self._keys, key.strip())
+        return "" if found is None else found.tenant
+
+    async def _route(
+        self, exchange: _Exchange, body: bytes, request_id: str, identity: Identity
+    ) -> None:
+        """To the engine of the router's choice, and where that one is lost, to another."""
+        router, failed = self._fleet.router, set[str]()
+        bare = any(medium.bare for medium in identity.media)
+        while True:
+            began = time.perf_counter()
+            try:
+                route = router.route(request_id, identity, failed)
+            except NoEngineError:
+                await self._no_engine(exchange, identity, failed)
+                return
+            self.decision_seconds += time.perf_counter() - began
+            self.decisions += 1
+            again = len(failed) < (len(self._fleet.members) if bare else 1)
+            try:
+                done = await self._forward(exchange, body, request_id, route, again=again)
+            except EngineLostError:
+                router.ended(request_id, route, failed=True)
+                if exchange.left:
+                    raise _ClientLeft from None
+                if (member := self._fleet.members.get(route.engine.name)) is not None:
+                    member.look()
+                if exchange.begun or not again:
+                    await exchange.refuse(503, "engine_dead", "the engine was lost")
+                    return
+                done = False
+            except BaseException:
+                router.ended(request_id, route)
+                raise
+            router.ended(request_id, route, failed=not done)
+            if done:
+                return
+            failed.add(route.engine.name)
+            self.retried += 1
+
+    async def _no_engine(self, exchange: _Exchange, identity: Identity, failed: set[str]) -> None:
+        if exchange.held is not None:
+            held, exchange.held = exchange.held, None
+            await exchange.answer(*held)
+            return
+        known = self._fleet.router.models()
+        if identity.model is not None and known and identity.model not in known:
+            message = f"there is no model {identity.model[:100]!r}; there is: {', '.join(known)}"
+            await exchange.refuse(404, "model_not_found", message)
+            return
+        await exchange.refuse(503, "no_engine", "no engine takes requests now")
+
+    async def _forward(
+        self, exchange: _Exchange, body: bytes, request_id: str, route: Route, *, again: bool
+    ) -> bool:
+        """Send to the route's engine, and hand on its answer. False: nothing was handed on, and
+        another engine may serve the request (only with `again`).
+
+        Raises `EngineLostError`; the answer may have begun.
+        """
+        member = self._fleet.members.get(route.engine.name)
+        if member is None:
+            return False
+        began = time.monotonic()
+        async with exchange.asking(member, body, request_id) as answer:
+            unknown = answer.status == 422 and any(m.bare for m in route.identity.media)
+            if again and (unknown or answer.status in RETRIED_STATUSES):
+                exchange.held = answer.status, answer.headers, await answer.body()
+                return False
+            exchange.added += [
+                (b"x-lookonce-engine", route.engine.name.encode("latin-1", "replace")),
+                (b"x-lookonce-route", route.why().encode("latin-1", "replace")),
+            ]
+            first: bytes | None = None
+            async for chunk in answer.chunks():
+                if first is None:
+                    first = chunk
+                    self._fleet.router.answered(route, time.monotonic() - began)
+                    self._learn_stored(exchange.path, chunk, route.engine.name)
+                    await exchange.begin(answer)
+                await exchange.write(chunk)
+            if first is None:
+                await exchange.begin(answer)
+            await exchange.end()
+        return True
+
+    def _learn_stored(self, path: str, chunk: bytes, engine: str) -> None:
+        if path in STORING_PATHS and (found := STORED_ID.search(chunk[:4096])):
+            self._fleet.router.bind_stored(found[1].decode("latin-1"), engine)
+
+    # --- requests for several engines ------------------------------------------------------------
+
+    async def _stored(self, exchange: _Exchange, body: bytes, stored: str) -> None:
+        """What an engine has stored: the one that is known for it, or each until one has it."""
+        known = self._fleet.router.engine_of_stored(stored)
+        members = sorted(self._fleet.ready(), key=lambda each: each.address.name != known)
+        held: EngineAnswerParts | None = None
+        for member in members:
+            try:
+                async with exchange.asking(member, body, exchange.request_id) as answer:
+                    held = answer.status, answer.headers, await answer.body()
+            except EngineLostError:
+                continue
+            if held[0] != 404:
+                self._fleet.router.bind_stored(stored, member.address.name)
+                break
+        if held is None:
+            await exchange.refuse(503, "no_engine", "no engine takes requests now")
+        else:
+            await exchange.answer(*held)
+
+    async def _broadcast(self, exchange: _Exchange, body: bytes) -> None:
+        """To all engines; the first error is answered, else what all aborted."""
+        aborted: list[str] = []
+        held: EngineAnswerParts | None = None
+        for member in self._fleet.ready():
+            try:
+                async with exchange.asking(member, body, exchange.request_id) as answer:
+                    got = answer.status, answer.headers, await answer.body()
+            except EngineLostError:
+                continue
+            if held is None or held[0] == 200:
+                held = got
+            if got[0] == 200 and exchange.path.endswith("abort_requests"):
+                aborted += msgspec.json.decode(got[2])["aborted"]
+        if held is None:
+            await exchange.refuse(503, "no_engine", "no engine takes requests now")
+        elif held[0] == 200 and exchange.path.endswith("abort_requests"):
+            await exchange.answer(200, held[1], msgspec.json.encode({"aborted": aborted}))
+        else:
+            await exchange.answer(*held)
+
+    async def _models(self, exchange: _Exchange) -> None:
+        """A card of each model. One engine is asked, so that keys are checked."""
+        members = self._fleet.ready()
+        if not members:
+            await exchange.refuse(503, "no_engine", "no engine takes requests now")
+            return
+        async with exchange.asking(members[0], b"", exchange.request_id) as answer:
+            status, headers, body = answer.status, answer.headers, await answer.body()
+        if status == 200:
+            cards = {m.address.model: m.card for m in members if m.card is not None}
+            body = msgspec.json.encode({"object": "list", "data": list(cards.values())})
+        await exchange.answer(status, headers, body)
+
+    # --- the front-end's own routes --------------------------------------------------------------
+
+    async def _own(self, exchange: _Exchange) -> None:
+        json = [(b"content-type", b"application/json")]
+        if exchange.path == "/metrics":
+            lines = "\n".join(self._metrics()) + "\n"
+            await exchange.answer(200, [(b"content-type", METRICS_TYPE)], lines.encode())
+        elif exchange.path == "/fleet":
+            await exchange.answer(200, json, msgspec.json.encode(self._state()))
+        else:
+            models = {member.address.model for member in self._fleet.members.values()}
+            served = {member.address.model for member in self._fleet.ready()}
+            ready = bool(models) and models == served and not self.draining
+            good = ready or (exchange.path != "/ready" and bool(served))
+            status = "ready" if ready else "draining" if self.draining else "loading"
+            body = msgspec.json.encode({"status": status})
+            await exchange.answer(200 if good else 503, json, body)
+
+    def _state(self) -> dict[str, Any]:
+        router = self._fleet.router
+        return {
+            "engines": [
+                {
+                    "name": member.address.name,
+                    "model": member.address.model,
+                    "ready": member.state.accepts,
+                    "draining": member.draining,
+                    "requests": member.state.num_requests,
+                    "others": member.state.others,
+                    "backlog_seconds": round(member.state.backlog, 4),
+                    "rates": {
+                        name: getattr(member.state.rates, name)
+                        for name in ("prompt_token", "encoder_run", "decoded_token", "processing")
+                    },
+                }
+                for member in self._fleet.members.values()
+            ],
+            "index": {
+                "blocks": len(router.blocks),
+                "encoder_outputs": len(router.outputs),
+                "items": len(router.items),
+            },
+            "retried": self.retried,
+        }
+
+    def _metrics(self) -> Iterator[str]:
+        router = self._fleet.router
+
+        def family(name: str, kind: str, text: str) -> Iterator[str]:
+            yield f"# HELP lookonce_fleet_{name} {text}"
+            yield f"# TYPE lookonce_fleet_{name} {kind}"
+
+        yield from family("routed_total", "counter", "Requests by engine and reason of the choice")
+        for (chosen, reason), count in sorted(router.routed.items()):
+            yield f'lookonce_fleet_routed_total{{engine="{chosen}",reason="{reason}"}} {count}'
+        gauges: dict[str, tuple[str, Callable[[EngineState], float]]] = {
+            "engine_ready": ("Whether it takes requests", lambda e: int(e.accepts)),
+            "engine_requests": ("Requests that it serves", lambda e: e.num_requests),
+            "engine_backlog_seconds": ("Work that waits there", lambda e: e.backlog),
+        }
+        for name, (text, value) in gauges.items():
+            yield from family(name, "gauge", text)
+            for engine_name, engine in sorted(router.engines.items()):
+                labels = f'engine="{engine_name}",model="{engine.model}"'
+                yield f"lookonce_fleet_{name}{{{labels}}} {value(engine):g}"
+        yield from family("index_entries", "gauge", "Digests whose engines are known")
+        for what in ("blocks", "outputs", "items"):
+            yield f'lookonce_fleet_index_entries{{of="{what}"}} {len(getattr(router, what))}'
+        yield from family("retried_total", "counter", "Requests that were sent to a second engine")
+        yield f"lookonce_fleet_retried_total {self.retried}"
+        yield from family("decision_seconds_total", "counter", "Time that choosing engines took")
+        yield f"lookonce_fleet_decision_seconds_total {self.decision_seconds:.6f}"
+        yield from family("responses_total", "counter", "Answers by status")
+        for status, count in sorted(self.responses.items()):
+            yield f'lookonce_fleet_responses_total{{status="{status}"}} {count}'
+
+    # --- WebSockets ------------------------------------------------------------------------------
+
+    async def _websocket(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """To the engine where the least waits, message by message."""
+        from websockets.asyncio.client import connect
+        from websockets.exceptions import ConnectionClosed, InvalidHandshake
+
+        await receive()
+        exchange = _Exchange(scope, receive, send)
+        self.active += 1
+        try:
+            self._guard.admit(scope)
+            route = self._fleet.router.route(exchange.request_id, Identity())
+        except (LookOnceError, NoEngineError):
+            self._end_one()
+            await send({"type": "websocket.close", "code": 1013})
+            return
+        try:
+            http = route.engine.name and self._fleet.members[route.engine.name].address.http
+            path = http.removeprefix("unix:") if http.startswith("unix:") else None
+            host = "localhost" if path is not None else http
+            query = scope["query_string"].decode("latin-1")
+            url = f"ws://{host}{scope['path']}" + (f"?{query}" if query else "")
+            passed = {
+                name.decode("latin-1"): value.decode("latin-1")
+                for name, value in scope["headers"]
+                if name in (b"authorization", b"x-api-key", b"openai-beta")
+            }
+            options: dict[str, Any] = {
+                "additional_headers": passed,
+                "subprotocols": scope.get("subprotocols") or None,
+                "max_size": 32 << 20,
+                "compression": None,
+            }
+            if path is not None:
+                options |= {"unix": True, "path": path}
+            async with connect(url, **options) as engine:
+                await send({"type": "websocket.accept", "subprotocol": engine.subprotocol})
+                await _relay(engine, receive, send)
+        except (OSError, InvalidHandshake, TimeoutError):
+            await send({"type": "websocket.close", "code": 1013})
+        except ConnectionClosed:
+            pass
+        finally:
+            self._end_one()
+            self._fleet.router.ended(exchange.request_id, route)
+
+
+async def _relay(engine: Any, receive: Receive, send: Send) -> None:
+    from websockets.exceptions import ConnectionClosed
+
+    async def up() -> None:
+        while (message := await receive())["type"] == "websocket.receive":
+            text = message.get("text")
+            await engine.send(text if text is not None else message["bytes"])
+        await engine.close()
+
+    upward = asyncio.get_running_loop().create_task(up())
+    try:
+        async for data in engine:
+            kind = "text" if isinstance(data, str) else "bytes"
+            await send({"type": "websocket.send", kind: data})
+        if not upward.done():
+            code = engine.close_code or 1000
+            await send({"type": "websocket.close", "code": code})
+    except ConnectionClosed as closed:
+        code = closed.rcvd.code if closed.rcvd is not None else 1011
+        await send({"type": "websocket.close", "code": code})
+    finally:
+        upward.cancel()
+        with contextlib.suppress(asyncio.CancelledError, ConnectionClosed):
+            await upward
+
+
+def _find_key(keys: tuple[ApiKey, ...], given: str) -> ApiKey | None:
+    """Compares with every key in constant time."""
+    digest, found = key_digest(given), None
+    for key in keys:
+        if hmac.compare_digest(digest, key.digest):
+            found = key
+    return found
+
+
+EngineAnswerParts = tuple[int, Headers, bytes]
+"""Status, headers and body."""
+
+
+class _ClientLeft(Exception):  # noqa: N818  not an error
+    """Nobody waits for the answer, or it cannot be completed."""
+
+
+class _Exchange:
+    """One request of a client and its answer."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._scope, self._receive, self._send = scope, receive, send
+        self._watch: asyncio.Task[Message] | None = None
+        self.path: str = scope["path"]
+        self.method: str = scope.get("method", "GET")
+        self.added: Headers = []
+        """Headers that the answer gets."""
+        self.begun = False
+        self._streams = self._ended = False
+        self.status = 0
+        self.held: EngineAnswerParts | None = None
+        """An answer that is given if no other engine has a better one."""
+        asked = self.header(b"x-request-id").decode("latin-1")
+        self.request_id = asked if REQUEST_ID.fullmatch(asked) else os.urandom(16).hex()
+
+    @property
+    def left(self) -> bool:
+        """The client has gone."""
+        return self._watch is not None and self._watch.done()
+
+    def header(self, name: bytes) -> bytes:
+        for each, value in self._scope["headers"]:
+            if each == name:
+                found: bytes = value
+                return found
+        return b""
+
+    async def body(self) -> bytes | None:
+        """None: it is too long."""
+        parts, size = [], 0
+        while True:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                raise _ClientLeft
+            part = message.get("body", b"")
+            size += len(part)
+            if size > MAX_BODY_BYTES:
+                return None
+            parts.append(part)
+            if not message.get("more_body", False):
+                return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    @contextlib.asynccontextmanager
+    async def asking(
+        self, member: Member, body: bytes, request_id: str
+    ) -> AsyncIterator[EngineAnswer]:
+        """The engine's answer. A client that leaves meanwhile ends it (`_ClientLeft`)."""
+        query = self._scope["query_string"].decode("latin-1")
+        raw = self._scope.get("raw_path") or self.path.encode()
+        target = raw.decode("latin-1") + (f"?{query}" if query else "")
+        headers = [
+            (name, value)
+            for name, value in self._scope["headers"]
+            if name not in (b"origin", b"x-request-id")
+        ]
+        headers.append((b"x-request-id", request_id.encode("latin-1")))
+        asked = member.client.request(self.method, target, headers, body)
+        answer: EngineAnswer = await self._unless_left(asked)
+        assert self._watch is not None
+        self._watch.add_done_callback(answer.abort)
+        try:
+            yield answer
+        finally:
+            self._watch.remove_done_callback(answer.abort)
+            answer.close()
+
+    async def _unless_left(self, wanted: Awaitable[EngineAnswer]) -> EngineAnswer:
+        """The result, unless the client leaves before."""
+        if self._watch is None:
+            self._watch = asyncio.ensure_future(self._receive())
+        task = asyncio.ensure_future(wanted)
+        try:
+            await asyncio.wait({task, self._watch}, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise _ClientLeft
+            return task.result()
+        finally:
+            if not task.done():
+                task.cancel()
+
+    async def begin(self, answer: EngineAnswer) -> None:
+        self._streams = (b"content-type", b"text/event-stream; charset=utf-8") in answer.headers
+        await self._start(answer.status, answer.headers)
+
+    async def write(self, chunk: bytes) -> None:
+        if self.left:
+            raise _ClientLeft
+        await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
+
+    async def end(self) -> None:
+        self._ended = True
+        await self._send({"type": "http.response.body", "body": b""})
+
+    async def answer(self, status: int, headers: Headers, body: bytes) -> None:
+        """A whole answer. Where one has begun: the stream ends with `body` as its last event, any
+        other answer is cut off."""
+        if self._ended:
+            return
+        if self.begun:
+            if not self._streams:
+                raise _ClientLeft
+            await self.write(b"data: " + body + b"\n\n")
+            await self.end()
+            return
+        kept = [each for each in headers if each[0] != b"content-length"]
+        if status != 204:
+            kept.append((b"content-length", b"%d" % len(body)))
+        await self._start(status, kept)
+        self._ended = True
+        await self._send({"type": "http.response.body", "body": body})
+
+    async def refuse(self, status: int, code: str, message: str) -> None:
+        body = encode(ErrorResponse(ErrorBody(message, error_type(status), None, code)))
+        headers = [(b"content-type", b"application/json")]
+        if status == 503:
+            headers.append((b"retry-after", b"1"))
+        headers.append((b"x-request-id", self.request_id.encode("latin-1")))
+        await self.answer(status, headers, body)
+
+    async def _start(self, status: int, headers: Headers) -> None:
+        self.begun, self.status = True, status
+        kept = [each for each in headers if each[0] not in HOP_BY_HOP and each[0] != b"date"]
+        await self._send(
+            {
+                "type": "http.response.start",
+                "status": status,
+                "headers": [*kept, *self.added],
+            }
+        )
+
+    def close(self) -> None:
+        if self._watch is not None and not self._watch.done():
+            self._watch.cancel()

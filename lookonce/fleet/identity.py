@@ -1,0 +1,275 @@
+"""What a request refers to, from its encoded bytes: nothing is decoded, tokenized or rendered.
+
+Media     the keys under which engines hold them: a digest of the bytes, as `cache.identity` makes
+          it. Where bytes or options are not known here (a URL, a uuid), an alias: a digest of
+          what was sent, whose key is learned when an engine has computed the prompt.
+Chain     one digest for each piece of the prompt (a stretch of text, a media item), over all
+          pieces before it and the scope: two prompts share the digests of their common beginning.
+"""
+
+from __future__ import annotations
+
+import binascii
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import msgspec
+import pybase64
+from blake3 import blake3
+
+from lookonce.cache.identity import HashAlgorithm, frame, item_key, media_hash, scope_digest
+from lookonce.fleet.index import short
+
+PIECE_CHARS = 1024
+"""Text is cut at multiples of so many characters from its beginning."""
+PIECE_TOKENS = 256
+MAX_PIECES = 4096
+"""Of one prompt; what follows is one more piece."""
+MEDIA_FIELDS = {
+    "image_url": "image",
+    "input_image": "image",
+    "image": "image",
+    "audio_url": "audio",
+    "input_audio": "audio",
+    "video_url": "video",
+    "input_video": "video",
+}
+"""Types of parts that are one media item → modality."""
+ROOT_FIELDS = (
+    "system",
+    "instructions",
+    "tools",
+    "chat_template",
+    "chat_template_kwargs",
+    "conversation",
+    "previous_response_id",
+)
+"""What stands before the messages in a prompt, or decides all of it."""
+
+
+class Processor(msgspec.Struct, frozen=True):
+    """What the keys of a model's media depend on (`GET /inference/v1/media_cache`)."""
+
+    fingerprint: bytes = b""
+    algorithm: HashAlgorithm = "blake3"
+
+
+class Medium(msgspec.Struct, frozen=True, gc=False):
+    """One media part: its key, or its alias where the key is not known."""
+
+    modality: str
+    key: int
+    exact: bool
+    """`key` is that of the caches, not an alias."""
+    bare: bool = False
+    """It came without bytes or a URL: only an engine that knows its name can serve it."""
+
+
+class Piece(msgspec.Struct, frozen=True, gc=False):
+    """A stretch of the prompt up to here; the digest is of all pieces until then."""
+
+    digest: int
+    num_chars: int
+    """Of its text; 0 for a media item."""
+    medium: int | None = None
+    """Index in `Identity.media`."""
+
+
+class Identity(msgspec.Struct, frozen=True):
+    """What the router needs to know of a request."""
+
+    model: str | None = None
+    media: tuple[Medium, ...] = ()
+    pieces: tuple[Piece, ...] = ()
+    max_tokens: int | None = None
+    session: int | None = None
+    """Digest of the session that it names: its requests go to one engine."""
+    stored: str | None = None
+    """Id of a stored response or conversation that it goes on with."""
+
+
+def identify(
+    body: Mapping[str, Any], tenant: str, processor: Processor, session: str | None = None
+) -> Identity:
+    """`body`: the decoded JSON of a request to any route. Never raises for what clients send."""
+    salt = body.get("cache_salt")
+    scope = scope_digest(tenant, salt if isinstance(salt, str) and salt else None)
+    model = body.get("model")
+    reader = _Reader(scope, processor, body)
+    reader.read()
+    tokens = next(
+        (body[name] for name in _MAX_TOKENS if isinstance(body.get(name), int)), None
+    )  # fmt: skip
+    session = session or body.get("prompt_cache_key")
+    named = isinstance(session, str) and session
+    return Identity(
+        model if isinstance(model, str) else None,
+        tuple(reader.media),
+        tuple(reader.pieces),
+        tokens,
+        _digest(b"session", scope, str(session).encode()) if named else None,
+        _stored(body),
+    )
+
+
+_MAX_TOKENS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
+
+
+def _stored(body: Mapping[str, Any]) -> str | None:
+    conversation = body.get("conversation")
+    if isinstance(conversation, dict):
+        conversation = conversation.get("id")
+    for found in (body.get("previous_response_id"), conversation):
+        if isinstance(found, str) and found:
+            return found
+    return None
+
+
+def _digest(*fields: bytes) -> int:
+    return short(blake3(frame(*fields)).digest(8))
+
+
+class _Reader:
+    """Walks a body and collects its media and the pieces of its prompt."""
+
+    def __init__(self, scope: bytes, processor: Processor, body: Mapping[str, Any]) -> None:
+        self._scope, self._processor, self._body = scope, processor, body
+        options = body.get("mm_processor_kwargs")
+        self._options = _encoded(options) if options else b""
+        self.media: list[Medium] = []
+        self.pieces: list[Piece] = []
+        self._hash = scope
+
+    def read(self) -> None:
+        body = self._body
+        root = [body.get("model"), *(body.get(name) for name in ROOT_FIELDS)]
+        self._add(_encoded(root), 0 if root[1:] == [None] * len(ROOT_FIELDS) else None)
+        for name in ("messages", "input", "prompt", "token_ids"):
+            given = body.get(name)
+            if given is not None:
+                self._read_content(given)
+        features = body.get("features")
+        if isinstance(features, dict):
+            self._read_hashes(features.get("mm_hashes"))
+
+    def _read_content(self, given: Any) -> None:
+        if isinstance(given, str):
+            self._read_text(given)
+        elif isinstance(given, dict):
+            self._read_part(given)
+        elif isinstance(given, list):
+            if given and isinstance(given[0], int):
+                for at in range(0, len(given), PIECE_TOKENS):
+                    part = given[at : at + PIECE_TOKENS]
+                    self._add(_encoded(part), 4 * len(part))
+            else:
+                for part in given:
+                    self._read_content(part)
+
+    def _read_part(self, part: dict[str, Any]) -> None:
+        """A message, or a part of its content."""
+        if "content" in part and "role" in part:
+            rest = {name: part[name] for name in part if name != "content"}
+            self._add(_encoded(rest), 8)
+            self._read_content(part["content"])
+            return
+        kind = part.get("type")
+        text = part.get("text")
+        if isinstance(text, str) and kind in (None, "text", "input_text", "output_text"):
+            self._read_text(text)
+            return
+        modality = MEDIA_FIELDS.get(kind) if isinstance(kind, str) else None
+        if modality is None:
+            encoded = _encoded(part)
+            self._add(encoded, len(encoded))
+            return
+        self._add_medium(self._medium(part, modality))
+
+    def _medium(self, part: dict[str, Any], modality: str) -> Medium:
+        sent = next(_sent_media(part), None)
+        uuid = part.get("uuid")
+        if sent is None:
+            if isinstance(uuid, str):
+                alias = _digest(b"uuid", self._scope, modality.encode(), uuid.encode())
+                return Medium(modality, alias, exact=False, bare=True)
+            return Medium(modality, self._alias(_encoded(part)), exact=False)
+        if modality != "video" and not self._options:
+            data = _decoded(sent)
+            if data is not None:
+                return Medium(modality, self._key(modality, data), exact=True)
+        return Medium(modality, self._alias(modality.encode(), sent.encode()), exact=False)
+
+    def _key(self, modality: str, data: bytes) -> int:
+        digest = media_hash(
+            data,
+            modality=modality,
+            fingerprint=self._processor.fingerprint,
+            algorithm=self._processor.algorithm,
+        )
+        return short(item_key(self._scope, digest))
+
+    def _alias(self, *sent: bytes) -> int:
+        return _digest(b"alias", self._scope, self._options, *sent)
+
+    def _read_hashes(self, hashes: Any) -> None:
+        """`features.mm_hashes` of rendered requests: MediaHashes in hex, by modality."""
+        for modality, listed in hashes.items() if isinstance(hashes, dict) else ():
+            for given in listed if isinstance(listed, list) else ():
+                try:
+                    key = short(item_key(self._scope, bytes.fromhex(given)))
+                except (TypeError, ValueError):
+                    continue
+                self._add_medium(Medium(str(modality), key, exact=True))
+
+    def _read_text(self, text: str) -> None:
+        for at in range(0, len(text), PIECE_CHARS):
+            stretch = text[at : at + PIECE_CHARS]
+            self._add(b"text" + stretch.encode(errors="replace"), len(stretch))
+
+    def _add_medium(self, medium: Medium) -> None:
+        self.media.append(medium)
+        self._add(b"media" + medium.key.to_bytes(8, "little"), 0, len(self.media) - 1)
+
+    def _add(self, content: bytes, num_chars: int | None, medium: int | None = None) -> None:
+        self._hash = blake3(self._hash + content).digest()
+        if num_chars is None:
+            num_chars = len(content)
+        if len(self.pieces) < MAX_PIECES or medium is not None:
+            self.pieces.append(Piece(short(self._hash), num_chars, medium))
+        else:
+            last = self.pieces[-1]
+            chars = last.num_chars + num_chars
+            self.pieces[-1] = Piece(short(self._hash), chars, last.medium)
+
+
+def _encoded(value: Any) -> bytes:
+    try:
+        return msgspec.json.encode(value)
+    except (msgspec.MsgspecError, ValueError, TypeError, OverflowError):
+        return b"?"
+
+
+def _sent_media(part: dict[str, Any]) -> Iterator[str]:
+    """Data URL, base64 or URL of a part, as OpenAI's and Anthropic's forms have it."""
+    for name in (*MEDIA_FIELDS, "source"):
+        given = part.get(name)
+        if isinstance(given, str):
+            yield given
+        elif isinstance(given, dict):
+            for field in ("url", "data"):
+                if isinstance(given.get(field), str):
+                    yield given[field]
+
+
+def _decoded(sent: str) -> bytes | None:
+    """The bytes of a data URL or of base64; None for any other URL, or what is no base64."""
+    if sent.startswith("data:"):
+        head, comma, sent = sent.partition(",")
+        if not comma or not head.endswith(";base64"):
+            return None
+    elif "://" in sent[:16]:
+        return None
+    try:
+        return bytes(pybase64.b64decode(sent, validate=True))
+    except (binascii.Error, ValueError):
+        return None

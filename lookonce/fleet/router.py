@@ -1,0 +1,552 @@
+"""Chooses an engine for a request: the one where it costs the fewest seconds.
+
+    price(engine) =   work that waits there: of requests sent from here and not answered yet,
+                      and of as many others as the engine reports
+                  +   encoder runs of media whose outputs are not held there
+                  +   processing of media that are not held there in any form
+                  +   prompt tokens beyond the longest beginning that was computed there
+
+What is computed a second time is counted `RECOMPUTED` times: it also keeps others waiting. All
+by rates that each engine measures at its warm-up and as it runs. Where nothing is reused all but
+the first line is equal, so that the least loaded engine is chosen; a picture that everybody asks
+about gets a second engine when the queue of the first costs more than encoding it again.
+
+What engines hold is known from their events, and what they are about to hold from what was sent to
+them. Keys of media and blocks are exact; which prompt has which blocks is learned from
+`PromptComputed`. No I/O, no clock: for one thread.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from blake3 import blake3
+
+from lookonce.config import ENCODER_TOPIC, ITEM_TOPIC
+from lookonce.fleet.identity import Identity, Medium
+from lookonce.fleet.index import DEFAULT_MAX_ENTRIES, DigestIndex, short
+from lookonce.fleet.subscriber import (
+    Added,
+    AllGone,
+    Change,
+    EngineLoad,
+    Gone,
+    PromptComputed,
+)
+
+MAX_PROMPT_NODES = 200_000
+MAX_ALIASES = 65_536
+MAX_LENGTHS = 65_536
+MAX_SESSIONS = 65_536
+MAX_STORED = 65_536
+RATE_WEIGHT = 0.3
+"""Of a new measurement beside those before."""
+MIN_TOKENS = 32
+"""Computed between two loads: fewer say nothing of a rate."""
+RECOMPUTED = 1.5
+EQUAL_SECONDS = 1e-4
+"""Prices that differ by less are equal: the engine with fewer requests is chosen."""
+DEFAULT_ANSWER_TOKENS = 64.0
+DEFAULT_MEDIA_TOKENS = 256.0
+DEFAULT_CHARS_PER_TOKEN = 4.0
+
+
+@dataclass(slots=True)
+class Rates:
+    """Seconds that an engine takes for each of these; the defaults are used until it says so."""
+
+    prompt_token: float = 2e-4
+    encoder_run: float = 0.05
+    decoded_token: float = 2e-3
+    processing: float = 0.01
+    """Of one media item, from its bytes; learned from first tokens."""
+    tier_output: float | None = None
+    """Of an encoder output that a shared tier gives instead; None: there is no such tier."""
+
+
+@dataclass(slots=True)
+class Work:
+    """What a request costs at one engine, in seconds."""
+
+    prompt: float = 0.0
+    media: float = 0.0
+    answer: float = 0.0
+    known_tokens: int = 0
+    num_tokens: int = 0
+    num_known: int = 0
+    """Media that need no encoder run."""
+
+    @property
+    def to_first_token(self) -> float:
+        return self.prompt + self.media
+
+
+class EngineState:
+    """One engine as the router knows it."""
+
+    def __init__(self, name: str, number: int, model: str) -> None:
+        self.name, self.number, self.model = name, number, model
+        self.rates = Rates()
+        self.accepts = True
+        """False: it drains, or is not reachable; it gets no new requests."""
+        self.load: EngineLoad | None = None
+        self.backlog = 0.0
+        """Seconds of what was sent from here and is not done."""
+        self.num_requests = 0
+        """Sent from here and not ended."""
+        self.most_requests = 0
+        """The largest number of these since the last load came."""
+        self.others = 0
+        """Requests of the last load that were not sent from here."""
+        self.expected: Counter[int] = Counter()
+        """Keys of media that requests on their way there bring."""
+
+    def note_load(self, load: EngineLoad) -> None:
+        before, self.load = self.load, load
+        self.others = max(0, load.running + load.waiting - self.most_requests)
+        self.most_requests = self.num_requests
+        if before is None or before.prompt_tokens > load.prompt_tokens:
+            before = EngineLoad(0, 0, 0, 0.0, 0, 0.0, 0, 0.0)
+        rates = self.rates
+        rates.prompt_token = _corrected(
+            rates.prompt_token,
+            load.prompt_seconds - before.prompt_seconds,
+            load.prompt_tokens - before.prompt_tokens,
+            first=before.prompt_tokens == 0,
+        )
+        rates.decoded_token = _corrected(
+            rates.decoded_token,
+            load.decode_seconds - before.decode_seconds,
+            load.decoded_tokens - before.decoded_tokens,
+            first=before.decoded_tokens == 0,
+        )
+        rates.encoder_run = _corrected(
+            rates.encoder_run,
+            load.encode_seconds - before.encode_seconds,
+            load.encoder_runs - before.encoder_runs,
+            first=before.encoder_runs == 0,
+            least=1,
+        )
+
+    def waiting_seconds(self) -> float:
+        """Work there, of requests sent by others too."""
+        if not self.others:
+            return self.backlog
+        usual = DEFAULT_ANSWER_TOKENS * self.rates.decoded_token
+        if self.num_requests:
+            usual = self.backlog / self.num_requests
+        return self.backlog + self.others * usual
+
+
+def _corrected(rate: float, seconds: float, count: int, *, first: bool, least: int = 0) -> float:
+    if count < (least or MIN_TOKENS) or seconds <= 0:
+        return rate
+    measured = seconds / count
+    return measured if first else rate + RATE_WEIGHT * (measured - rate)
+
+
+@dataclass(slots=True)
+class Route:
+    """Where a request goes, and why; given back to the router as the request goes on."""
+
+    engine: EngineState
+    identity: Identity
+    work: Work
+    reason: str
+    """`known`, `least_loaded`, `session`, `stored` or `only`."""
+    price: float
+    next_price: float
+    """Of the cheapest other engine; infinite where there is none."""
+    expected: tuple[int, ...] = ()
+    left: float = 0.0
+    answered: bool = False
+    ended: bool = False
+
+    def why(self) -> str:
+        """For the response's header."""
+        other = "" if math.isinf(self.next_price) else f" against {self.next_price:.3f}"
+        return (
+            f"{self.reason}; prompt {self.work.known_tokens}/{self.work.num_tokens};"
+            f" media {self.work.num_known}/{len(self.identity.media)};"
+            f" {self.price:.3f} s{other}"
+        )
+
+
+class NoEngineError(Exception):
+    """No engine of this model takes requests."""
+
+
+@dataclass(slots=True)
+class _Node:
+    """A beginning of prompts: engine → key of the last full block that was computed after it;
+    None until that is known."""
+
+    blocks: dict[int, int | None] = field(default_factory=dict)
+
+
+class Router:
+    """Knows the engines of all models and what they hold. For one thread."""
+
+    def __init__(self, max_entries: int = DEFAULT_MAX_ENTRIES) -> None:
+        self.engines: dict[str, EngineState] = {}
+        self.blocks = DigestIndex(max_entries)
+        self.outputs = DigestIndex(max_entries)
+        self.items = DigestIndex(max_entries)
+        self._followed: set[int] = set()
+        """Engines that send events: what they do not tell of they do not hold."""
+        self._nodes: OrderedDict[int, _Node] = OrderedDict()
+        self._aliases: OrderedDict[int, int] = OrderedDict()
+        self._lengths: OrderedDict[int, int] = OrderedDict()
+        """Key of a media item → its tokens."""
+        self._usual_length: dict[str, float] = {}
+        self._sessions: OrderedDict[int, str] = OrderedDict()
+        self._stored: OrderedDict[str, str] = OrderedDict()
+        self._running: dict[str, Route] = {}
+        self._chars_per_token = DEFAULT_CHARS_PER_TOKEN
+        self._answer_tokens = DEFAULT_ANSWER_TOKENS
+        self.routed: Counter[tuple[str, str]] = Counter()
+        """(engine, reason) → requests."""
+
+    # --- engines ---------------------------------------------------------------------------------
+
+    def add_engine(self, name: str, model: str, *, follows: bool) -> EngineState:
+        """`follows`: its events are read, so that what it holds is known exactly."""
+        taken = {engine.number for engine in self.engines.values()}
+        number = next(n for n in range(len(taken) + 1) if n not in taken)
+        engine = self.engines[name] = EngineState(name, number, model)
+        if follows:
+            self._followed.add(number)
+        return engine
+
+    def remove_engine(self, name: str) -> None:
+        engine = self.engines.pop(name)
+        engine.accepts = False
+        self._followed.discard(engine.number)
+        self.forget(engine)
+
+    def forget(self, engine: EngineState) -> None:
+        """The engine holds nothing any more."""
+        for index in (self.blocks, self.outputs, self.items):
+            index.drop(engine.number)
+        for node in self._nodes.values():
+            node.blocks.pop(engine.number, None)
+
+    def models(self) -> list[str]:
+        return sorted({engine.model for engine in self.engines.values()})
+
+    def apply(self, engine: EngineState, changes: Iterable[Change]) -> None:
+        """What an engine's events tell, in order. Those of an engine that is gone are ignored."""
+        if self.engines.get(engine.name) is not engine:
+            return
+        for change in changes:
+            match change:
+                case Added(topic, keys):
+                    self._index(topic).add(engine.number, keys)
+                case Gone(topic, keys):
+                    self._index(topic).remove(engine.number, keys)
+                case AllGone(topic):
+                    self._index(topic).drop(engine.number)
+                case PromptComputed():
+                    self._note_computed(engine, change)
+                case EngineLoad():
+                    engine.note_load(change)
+
+    def _index(self, topic: str) -> DigestIndex:
+        if topic == ENCODER_TOPIC:
+            return self.outputs
+        return self.items if topic == ITEM_TOPIC else self.blocks
+
+    def _note_computed(self, engine: EngineState, computed: PromptComputed) -> None:
+        """Learn what the request's prompt has become at the engine."""
+        route = self._running.get(computed.request_id)
+        if route is None or route.engine is not engine:
+            return
+        identity = route.identity
+        media_tokens = 0
+        if len(computed.items) == len(identity.media):
+            for medium, (key, length) in zip(identity.media, computed.items, strict=True):
+                media_tokens += length
+                exact = short(key)
+                if not medium.exact:
+                    _remember(self._aliases, medium.key, exact, MAX_ALIASES)
+                _remember(self._lengths, exact, length, MAX_LENGTHS)
+                usual = self._usual_length.get(medium.modality, length)
+                self._usual_length[medium.modality] = usual + RATE_WEIGHT * (length - usual)
+        chars = sum(piece.num_chars for piece in identity.pieces)
+        text_tokens = computed.num_tokens - media_tokens
+        if text_tokens > 0 and chars >= 64:
+            ratio = chars / text_tokens
+            self._chars_per_token += RATE_WEIGHT * (ratio - self._chars_per_token)
+        block = None if computed.block_hash is None else short(computed.block_hash)
+        for piece in identity.pieces:
+            node = self._nodes.get(piece.digest)
+            if node is not None and engine.number in node.blocks:
+                if block is None:
+                    del node.blocks[engine.number]  # too short to be kept
+                else:
+                    node.blocks[engine.number] = block
+
+    # --- requests --------------------------------------------------------------------------------
+
+    def route(self, request_id: str, identity: Identity, without: Collection[str] = ()) -> Route:
+        """The engine for a request; `without`: names of engines that failed on it.
+
+        Raises `NoEngineError`. Call `answered` and `ended` with the result.
+        """
+        candidates = [
+            engine
+            for engine in self.engines.values()
+            if engine.accepts
+            and engine.name not in without
+            and identity.model in (None, engine.model)
+        ]
+        if not candidates:
+            raise NoEngineError
+        stuck = self._stuck(identity, candidates)
+        media = [(medium, self._key(medium)) for medium in identity.media]
+        knowing = self._knowing(media, candidates)
+        works = self._works(identity, media, candidates)
+        prices = [
+            (engine.waiting_seconds() + RECOMPUTED * work.to_first_token, engine, work)
+            for engine, work in zip(candidates, works, strict=True)
+        ]
+        listed = [price for price in prices if price[1] in knowing] or prices
+        if stuck is not None:
+            price, engine, work = next(each for each in prices if each[1] is stuck[0])
+            reason = stuck[1]
+        else:
+            price, engine, work = self._cheapest(listed, identity)
+            usual = min(works, key=lambda each: -each.to_first_token)
+            known = work.to_first_token < usual.to_first_token - EQUAL_SECONDS
+            reason = "known" if known else "least_loaded"
+            if len(candidates) == 1:
+                reason = "only"
+        others = [each[0] for each in prices if each[1] is not engine]
+        route = Route(engine, identity, work, reason, price, min(others, default=math.inf))
+        self._begin(request_id, route, media)
+        return route
+
+    def _cheapest(
+        self, prices: Sequence[tuple[float, EngineState, Work]], identity: Identity
+    ) -> tuple[float, EngineState, Work]:
+        """Ties go to the engine with fewer requests, then always to the same one for a prompt:
+        so several front-ends agree on prompts that none of them has seen."""
+        least = min(price for price, _, _ in prices)
+        equal = [each for each in prices if each[0] <= least + EQUAL_SECONDS]
+        if len(equal) == 1:
+            return equal[0]
+        fewest = min(each[1].num_requests for each in equal)
+        equal = [each for each in equal if each[1].num_requests == fewest]
+        root = identity.pieces[min(2, len(identity.pieces) - 1)].digest if identity.pieces else 0
+        return min(
+            equal,
+            key=lambda each: blake3(each[1].name.encode() + root.to_bytes(8, "little")).digest(),
+        )
+
+    def _stuck(
+        self, identity: Identity, candidates: Sequence[EngineState]
+    ) -> tuple[EngineState, str] | None:
+        """The engine that a session, or what is stored, is bound to, and the reason."""
+        names = {engine.name: engine for engine in candidates}
+        if identity.stored is not None:
+            engine = names.get(self._stored.get(identity.stored, ""))
+            if engine is not None:
+                return engine, "stored"
+        if identity.session is not None:
+            engine = names.get(self._sessions.get(identity.session, ""))
+            if engine is not None:
+                return engine, "session"
+        return None
+
+    def _knowing(
+        self, media: Sequence[tuple[Medium, int]], candidates: Sequence[EngineState]
+    ) -> list[EngineState]:
+        """Those that know all media which came by name alone, as far as any does."""
+        found = list(candidates)
+        for medium, key in media:
+            if medium.bare:
+                holders = self.items.holders(key) | self.outputs.holders(key)
+                found = [e for e in found if holders >> e.number & 1 or e.expected[key]] or found
+        return found
+
+    def _key(self, medium: Medium) -> int:
+        return medium.key if medium.exact else self._aliases.get(medium.key, medium.key)
+
+    def _works(
+        self,
+        identity: Identity,
+        media: Sequence[tuple[Medium, int]],
+        candidates: Sequence[EngineState],
+    ) -> list[Work]:
+        """What the request costs at each engine."""
+        ends, total = [], 0.0
+        lengths = [self._length(medium, key) for medium, key in media]
+        for piece in identity.pieces:
+            if piece.medium is None:
+                total += piece.num_chars / self._chars_per_token
+            else:
+                total += lengths[piece.medium]
+            ends.append(total)
+        known = self._known_pieces(identity, candidates)
+        held = [(self.outputs.holders(key), self.items.holders(key)) for _, key in media]
+        return [
+            self._work(engine, identity, media, held, known[engine.number], ends)
+            for engine in candidates
+        ]
+
+    def _work(
+        self,
+        engine: EngineState,
+        identity: Identity,
+        media: Sequence[tuple[Medium, int]],
+        held: Sequence[tuple[int, int]],
+        num_known: int,
+        ends: Sequence[float],
+    ) -> Work:
+        rates, number, work = engine.rates, engine.number, Work()
+        covered = {piece.medium for piece in identity.pieces[:num_known]}
+        seen: set[int] = set()
+        for index, ((_, key), (outputs, items)) in enumerate(zip(media, held, strict=True)):
+            if index in covered or outputs >> number & 1 or engine.expected.get(key) or key in seen:
+                work.num_known += 1
+                continue
+            seen.add(key)
+            if outputs and rates.tier_output is not None:
+                work.media += min(rates.tier_output, rates.encoder_run)
+                continue
+            work.media += rates.encoder_run
+            if not items >> number & 1:
+                work.media += rates.processing
+        total = ends[-1] if ends else 0.0
+        first = ends[num_known - 1] if num_known else 0.0
+        work.num_tokens, work.known_tokens = round(total), round(first)
+        work.prompt = (total - first) * rates.prompt_token
+        answer = self._answer_tokens
+        if identity.max_tokens is not None:
+            answer = min(answer, max(0, identity.max_tokens))
+        work.answer = answer * rates.decoded_token
+        return work
+
+    def _known_pieces(
+        self, identity: Identity, candidates: Sequence[EngineState]
+    ) -> dict[int, int]:
+        """Engine → how many of the first pieces it has computed, or is about to compute."""
+        known = dict.fromkeys((engine.number for engine in candidates), 0)
+        unknown = set(known)
+        for at in range(len(identity.pieces) - 1, -1, -1):
+            if not unknown:
+                break
+            node = self._nodes.get(identity.pieces[at].digest)
+            if node is None:
+                continue
+            for number in unknown & node.blocks.keys():
+                block = node.blocks[number]
+                if self._is_evicted(block, number):
+                    del node.blocks[number]
+                    continue
+                known[number] = at + 1
+                unknown.discard(number)
+        return known
+
+    def _is_evicted(self, block: int | None, number: int) -> bool:
+        """A block that is not known is being computed."""
+        if block is None or number not in self._followed:
+            return False
+        return not self.blocks.holders(block) >> number & 1
+
+    def _length(self, medium: Medium, key: int) -> float:
+        known = self._lengths.get(key)
+        if known is not None:
+            return known
+        return self._usual_length.get(medium.modality, DEFAULT_MEDIA_TOKENS)
+
+    def _begin(self, request_id: str, route: Route, media: Sequence[tuple[Medium, int]]) -> None:
+        engine, identity = route.engine, route.identity
+        route.left = route.work.to_first_token + route.work.answer
+        engine.backlog += route.left
+        engine.num_requests += 1
+        engine.most_requests = max(engine.most_requests, engine.num_requests)
+        route.expected = tuple(key for _, key in media)
+        engine.expected.update(route.expected)
+        for piece in identity.pieces:
+            node = self._nodes.get(piece.digest)
+            if node is None:
+                node = self._nodes[piece.digest] = _Node()
+            else:
+                self._nodes.move_to_end(piece.digest)
+            node.blocks.setdefault(engine.number, None)
+        while len(self._nodes) > MAX_PROMPT_NODES:
+            self._nodes.popitem(last=False)
+        if identity.session is not None:
+            _remember(self._sessions, identity.session, engine.name, MAX_SESSIONS)
+        self._running[request_id] = route
+        self.routed[engine.name, route.reason] += 1
+
+    def answered(self, route: Route, seconds: float) -> None:
+        """Its first bytes came after `seconds`."""
+        if route.answered or route.ended:
+            return
+        route.answered = True
+        done = route.work.to_first_token
+        route.engine.backlog = max(0.0, route.engine.backlog - done)
+        route.left -= done
+        missing = len(route.identity.media) - route.work.num_known
+        alone = route.engine.num_requests == 1
+        if missing and alone:  # what nothing else explains is processing
+            rates = route.engine.rates
+            rest = (seconds - route.work.prompt - missing * rates.encoder_run) / missing
+            if rest > 0:
+                rates.processing += RATE_WEIGHT * (min(rest, 10.0) - rates.processing)
+
+    def ended(self, request_id: str, route: Route, *, failed: bool = False) -> None:
+        """It is answered, aborted or failed. Of a `failed` one nothing was computed."""
+        if route.ended:
+            return
+        route.ended = True
+        if self._running.get(request_id) is route:
+            del self._running[request_id]
+        engine = route.engine
+        engine.backlog = max(0.0, engine.backlog - route.left)
+        engine.num_requests -= 1
+        if not engine.num_requests:
+            engine.backlog = 0.0
+        engine.expected.subtract(route.expected)
+        for key in route.expected:
+            if engine.expected[key] <= 0:
+                del engine.expected[key]
+        if failed:
+            for piece in route.identity.pieces:
+                node = self._nodes.get(piece.digest)
+                if node is not None and node.blocks.get(engine.number, 0) is None:
+                    del node.blocks[engine.number]
+
+    def note_answer_tokens(self, num_tokens: int) -> None:
+        self._answer_tokens += 0.1 * (num_tokens - self._answer_tokens)
+
+    def bind_stored(self, stored: str, engine: str) -> None:
+        """A stored response or conversation is at this engine."""
+        _remember(self._stored, stored, engine, MAX_STORED)
+
+    def engine_of_stored(self, stored: str) -> str | None:
+        return self._stored.get(stored)
+
+    def check_integrity(self) -> None:
+        for index in (self.blocks, self.outputs, self.items):
+            index.check_integrity()
+        for engine in self.engines.values():
+            mine = [r for r in self._running.values() if r.engine is engine]
+            assert engine.num_requests == len(mine), engine.name
+            assert math.isclose(engine.backlog, sum(r.left for r in mine), abs_tol=1e-6)
+            keys = Counter(key for route in mine for key in route.expected)
+            assert engine.expected == keys
+
+
+def _remember(known: OrderedDict[Any, Any], key: Any, value: Any, most: int) -> None:
+    known[key] = value
+    known.move_to_end(key)
+    if len(known) > most:
+        known.popitem(last=False)

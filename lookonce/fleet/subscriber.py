@@ -1,0 +1,229 @@
+"""Follows what one engine's caches gain and lose, by its events (`docs/events.md`).
+
+`TopicReader` is the protocol without sockets: it finds out what was lost, asks for it, and gives
+the changes in order. `EventSubscriber` is a thread that reads the sockets and hands changes on.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, TypeAlias
+
+import msgspec
+
+from lookonce.config import ENCODER_TOPIC, ENGINE_TOPIC, ITEM_TOPIC
+from lookonce.fleet.index import short
+
+logger = logging.getLogger(__name__)
+
+SNAPSHOT = b"snapshot"
+END_OF_REPLAY = b"\xff" * 8
+ANSWER_SECONDS = 5.0
+"""How long the answers to one request may take."""
+RETRY_SECONDS = 0.5
+GATHER_SECONDS = 0.005
+"""Batches that come within this time are handed on together."""
+POLL_MILLISECONDS = 200
+
+
+class Added(msgspec.Struct, frozen=True, gc=False):
+    """Keys that the engine holds now, as the index lists them."""
+
+    topic: str
+    keys: list[int]
+
+
+class Gone(msgspec.Struct, frozen=True, gc=False):
+    topic: str
+    keys: list[int]
+
+
+class AllGone(msgspec.Struct, frozen=True, gc=False):
+    topic: str
+
+
+class PromptComputed(msgspec.Struct, frozen=True, gc=False):
+    """An engine has computed a request's prompt."""
+
+    request_id: str
+    num_tokens: int
+    items: list[tuple[bytes, int]]
+    """Key and length, in tokens, of its first media items."""
+    block_hash: bytes | None
+    """Of the last full block."""
+
+
+class EngineLoad(msgspec.Struct, frozen=True, gc=False):
+    """What `engine.process.cache_events.Load` says."""
+
+    running: int
+    waiting: int
+    prompt_tokens: int
+    prompt_seconds: float
+    encoder_runs: int
+    encode_seconds: float
+    decoded_tokens: int
+    decode_seconds: float
+
+
+Change: TypeAlias = Added | Gone | AllGone | PromptComputed | EngineLoad
+Ask: TypeAlias = Callable[[bytes], list[tuple[int, bytes]]]
+"""Sends a request and returns its answers: (number, batch). Raises `TimeoutError`."""
+
+
+class TopicReader:
+    """Reads the batches of one topic in order, whatever was lost. `topic` is named in changes."""
+
+    def __init__(self, topic: str, ask: Ask) -> None:
+        self._topic = topic
+        self._ask = ask
+        self._next: int | None = None
+        self._last = -1
+        """The number received last."""
+
+    def begin(self) -> list[Change]:
+        """Start with what is held now."""
+        changes: list[Change] = []
+        for number, payload in self._ask(SNAPSHOT):
+            changes += self._read(payload)
+            self._next = number + 1
+        return changes
+
+    def receive(self, number: int, payload: bytes) -> list[Change]:
+        """The changes of one batch, after those of all that were lost before it."""
+        anew, self._last = number <= self._last or number == 0, number
+        if self._next is None or anew:
+            return self.begin()
+        if number < self._next:
+            return []  # a snapshot had it
+        changes = self._catch_up(number) if number > self._next else []
+        if number == self._next:
+            changes += self._read(payload)
+            self._next += 1
+        return changes
+
+    def _catch_up(self, number: int) -> list[Change]:
+        assert self._next is not None
+        changes: list[Change] = []
+        for replayed, payload in self._ask(self._next.to_bytes(8, "big")):
+            if replayed == self._next:
+                changes += self._read(payload)
+                self._next += 1
+        return changes if self._next >= number else self.begin()
+
+    def _read(self, payload: bytes) -> Iterable[Change]:
+        """Changes of a batch, whose events are arrays or maps; others are left out."""
+        for event in msgspec.msgpack.decode(payload)[1]:
+            if isinstance(event, dict):
+                kind, *fields = event.values()
+            else:
+                kind, *fields = event
+            match kind:
+                case "BlockStored" | "KeysHeld":
+                    yield Added(self._topic, [short(key) for key in fields[0]])
+                case "BlockRemoved" | "KeysRemoved":
+                    yield Gone(self._topic, [short(key) for key in fields[0]])
+                case "AllBlocksCleared" | "AllKeysCleared":
+                    yield AllGone(self._topic)
+                case "PromptComputed":
+                    block_hash = fields[3] if len(fields) > 3 else None
+                    yield PromptComputed(fields[0], fields[1], fields[2], block_hash)
+                case "EngineLoad":
+                    yield EngineLoad(*fields)
+
+
+class EventSubscriber:
+    """A thread that follows one engine's events and calls `on_changes` with them, from itself.
+
+    It asks for all that is held when it starts, and whenever the engine does not answer, again.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        replay_address: str,
+        blocks_topic: str,
+        on_changes: Callable[[list[Change]], None],
+    ) -> None:
+        """ZMQ endpoints of an engine's `--events`."""
+        import zmq  # an optional dependency
+
+        self._zmq = zmq
+        self._addresses = address, replay_address
+        self._on_changes = on_changes
+        self._stopped = threading.Event()
+        self._context = zmq.Context()
+        self._readers = {
+            topic.encode(): TopicReader(topic, self._asking(topic))
+            for topic in (blocks_topic, ENCODER_TOPIC, ITEM_TOPIC, ENGINE_TOPIC)
+        }
+        self._thread = threading.Thread(target=self._run, name="fleet-events", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._stopped.set()
+        self._thread.join(timeout=ANSWER_SECONDS)
+
+    def _run(self) -> None:
+        sub = self._context.socket(self._zmq.SUB)
+        sub.setsockopt(self._zmq.LINGER, 0)
+        sub.setsockopt(self._zmq.RCVHWM, 100_000)
+        sub.connect(self._addresses[0])
+        for topic in self._readers:
+            sub.setsockopt(self._zmq.SUBSCRIBE, topic)
+        begun: set[bytes] = set()
+        while not self._stopped.is_set():
+            try:
+                for topic in self._readers.keys() - begun:
+                    self._on_changes(self._readers[topic].begin())
+                    begun.add(topic)
+                if sub.poll(POLL_MILLISECONDS):
+                    self._read(sub)
+            except TimeoutError:
+                self._stopped.wait(RETRY_SECONDS)
+                begun.clear()
+            except (msgspec.MsgspecError, TypeError, ValueError, IndexError):
+                logger.exception("events of %s cannot be read", self._addresses[0])
+                self._stopped.wait(RETRY_SECONDS)
+                begun.clear()
+        sub.close()
+        self._context.destroy(linger=0)
+
+    def _read(self, sub: Any) -> None:
+        time.sleep(GATHER_SECONDS)
+        changes: list[Change] = []
+        while sub.poll(0):
+            topic, number, payload = sub.recv_multipart()
+            reader = self._readers.get(topic)
+            if reader is not None:
+                changes += reader.receive(int.from_bytes(number, "big"), payload)
+        if changes:
+            self._on_changes(changes)
+
+    def _asking(self, topic: str) -> Ask:
+        return lambda request: self._answers(request, topic)
+
+    def _answers(self, request: bytes, topic: str) -> list[tuple[int, bytes]]:
+        asked = self._context.socket(self._zmq.DEALER)
+        try:
+            asked.setsockopt(self._zmq.LINGER, 0)
+            asked.connect(self._addresses[1])
+            asked.send_multipart([b"", request, topic.encode()])
+            answers: list[tuple[int, bytes]] = []
+            deadline = time.monotonic() + ANSWER_SECONDS
+            while not self._stopped.is_set():
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    break
+                if asked.poll(min(POLL_MILLISECONDS, math.ceil(left * 1000))):
+                    _, number, payload = asked.recv_multipart()
+                    if number == END_OF_REPLAY:
+                        return answers
+                    answers.append((int.from_bytes(number, "big"), payload))
+            raise TimeoutError("the engine does not answer")
+        finally:
+            asked.close()

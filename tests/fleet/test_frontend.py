@@ -1,0 +1,299 @@
+"""The front-end over engines that fail as engines do: one server to its clients."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import socket
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from lookonce.config import Options, resolve
+from lookonce.fleet.frontend import EngineAddress, Fleet, Frontend
+from lookonce.fleet.router import Router
+from lookonce.fleet.server import FrontendServer
+from tests.support.fake_engine import (
+    Answer,
+    FakeEngine,
+    Received,
+    begin_stream,
+    reply,
+    send_chunk,
+)
+
+pytestmark = pytest.mark.anyio
+
+
+class Served:
+    """A front-end on a real socket over fake engines."""
+
+    def __init__(self, engines: list[FakeEngine], frontend: Frontend, fleet: Fleet, url: str):
+        self.engines, self.frontend, self.fleet = engines, frontend, fleet
+        self.client = httpx.AsyncClient(base_url=url, timeout=30)
+
+    def named(self, name: str) -> FakeEngine:
+        return next(engine for engine in self.engines if engine.name == name)
+
+    async def ask(self, content: Any = "hello", **fields: Any) -> httpx.Response:
+        messages = [{"role": "user", "content": content}]
+        body = {"model": "nano", "messages": messages, **fields}
+        return await self.client.post("/v1/chat/completions", json=body)
+
+    async def until(self, condition: Callable[[], object]) -> None:
+        async with asyncio.timeout(30):
+            while not condition():  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+
+
+@contextlib.asynccontextmanager
+async def serving(*engines: FakeEngine, wait: bool = True, **options: Any) -> AsyncIterator[Served]:
+    config = resolve(Options(port=0, **options)).server
+    async with contextlib.AsyncExitStack() as stack:
+        for engine in engines:
+            await stack.enter_async_context(engine)
+        fleet = Fleet(Router(), options["api_key"][0].split(":")[1] if options else None)
+        fleet.update({e.name: EngineAddress(e.name, e.model, e.address) for e in engines})
+        frontend = Frontend(fleet, config)
+        server = FrontendServer(frontend, config)
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+            task = asyncio.get_running_loop().create_task(server.serve(sockets=[listener]))
+            served = Served(list(engines), frontend, fleet, url)
+            try:
+                if wait:
+                    await served.until(lambda: len(fleet.ready()) == len(engines))
+                yield served
+            finally:
+                await served.client.aclose()
+                fleet.close()
+                await server.stop()
+                await task
+        fleet.router.check_integrity()
+
+
+def failing(name: str, how: Answer) -> Answer:
+    """`how` for one engine; the others answer."""
+
+    async def answer(engine: FakeEngine, request: Received, writer: asyncio.StreamWriter) -> None:
+        if engine.name == name:
+            await how(engine, request, writer)
+        else:
+            reply(writer, 200, {"engine": engine.name})
+
+    return answer
+
+
+async def test_an_answer_is_the_engines_own_with_its_name_and_the_reason() -> None:
+    async with serving(FakeEngine("a"), FakeEngine("b")) as served:
+        response = await served.ask("x" * 100_000)
+        assert response.json()["engine"] == response.headers["x-lookonce-engine"]
+        assert response.headers["x-lookonce-route"].startswith("least_loaded; prompt 0/")
+        (request,) = served.named(response.json()["engine"]).received
+        assert request.headers["x-request-id"]
+        assert request.json["messages"][0]["content"] == "x" * 100_000
+
+
+async def test_pictures_are_sent_to_where_they_are() -> None:
+    async with serving(FakeEngine("a"), FakeEngine("b"), FakeEngine("c")) as served:
+        for name in (b"cat", b"dog", b"owl", b"cat", b"dog", b"owl"):
+            data = base64.b64encode(name).decode()
+            url = f"data:image/png;base64,{data}"
+            await served.ask([{"type": "image_url", "image_url": {"url": url}}])
+        for engine in served.engines:
+            asked = [r.json["messages"][0]["content"][0]["image_url"] for r in engine.received]
+            for url in asked:
+                assert asked.count(url) == 2
+
+
+async def test_an_engine_that_dies_before_its_answer_has_begun_is_replaced() -> None:
+    async def die(engine: FakeEngine, request: Received, writer: asyncio.StreamWriter) -> None:
+        engine.kill()
+
+    engines = [FakeEngine(name) for name in "ab"]
+    async with serving(*engines) as served:
+        first = (await served.ask()).json()["engine"]
+        for engine in engines:
+            engine.answer = failing(first, die)
+        response = await served.ask()
+        assert response.status_code == 200
+        assert response.json()["engine"] != first
+        assert served.frontend.retried == 1
+        await served.until(lambda: len(served.fleet.ready()) == 1)
+        assert (await served.ask()).status_code == 200
+
+
+async def test_an_engine_that_says_503_is_replaced_and_the_last_answer_stays() -> None:
+    async def refuse(engine: FakeEngine, request: Received, writer: asyncio.StreamWriter) -> None:
+        reply(writer, 503, {"error": {"message": f"{engine.name} is dead"}})
+
+    engines = [FakeEngine(name, answer=refuse) for name in "abc"]
+    async with serving(*engines) as served:
+        response = await served.ask()
+        assert response.status_code == 503
+        assert sum(len(engine.received) for engine in engines) == 2
+
+
+async def test_a_death_in_the_middle_ends_its_own_stream_with_an_error() -> None:
+    async def die_later(
+        engine: FakeEngine, request: Received, writer: asyncio.StreamWriter
+    ) -> None:
+        begin_stream(writer)
+        send_chunk(writer, b"data: 1\n\n")
+        await writer.drain()
+        await died.wait()
+        engine.kill()
+
+    died = asyncio.Event()
+    async with serving(FakeEngine("a", answer=die_later)) as served:
+        body = {"model": "nano", "prompt": "x", "stream": True}
+        async with served.client.stream("POST", "/v1/completions", json=body) as response:
+            lines = response.aiter_lines()
+            assert await anext(lines) == "data: 1"
+            died.set()
+            rest = [line async for line in lines if line]
+        assert "engine_dead" in rest[-1]
+
+
+async def test_a_client_that_leaves_ends_its_request_at_the_engine() -> None:
+    async def begin(engine: FakeEngine, request: Received, writer: asyncio.StreamWriter) -> None:
+        begin_stream(writer)
+        send_chunk(writer, b"data: 1\n\n")
+        await writer.drain()
+        await asyncio.Event().wait()
+
+    async with serving(FakeEngine("a", answer=begin)) as served:
+        (engine,) = served.engines
+        body = {"model": "nano", "prompt": "x", "stream": True}
+        async with served.client.stream("POST", "/v1/completions", json=body) as response:
+            assert await anext(response.aiter_lines()) == "data: 1"
+            engine.left.clear()
+        async with asyncio.timeout(30):
+            await engine.left.wait()
+        await served.until(lambda: served.frontend.active == 0)
+        (state,) = served.fleet.router.engines.values()
+        assert state.num_requests == 0
+
+
+async def test_media_that_came_by_name_are_looked_for_at_all_engines() -> None:
+    async def unknown(engine: FakeEngine, request: Received, writer: asyncio.StreamWriter) -> None:
+        if engine.name == "c":
+            reply(writer, 200, {"engine": "c"})
+        else:
+            reply(writer, 422, {"error": {"code": "media_not_cached"}})
+
+    async with serving(*(FakeEngine(name, answer=unknown) for name in "abc")) as served:
+        for _ in range(3):
+            response = await served.ask([{"type": "image_url", "uuid": "cat"}])
+            assert response.json() == {"engine": "c"}
+    async with serving(*(FakeEngine(name, answer=unknown) for name in "ab")) as served:
+        response = await served.ask([{"type": "image_url", "uuid": "cat"}])
+        assert response.status_code == 422
+        assert response.json()["error"]["code"] == "media_not_cached"
+
+
+async def test_stored_responses_are_found_where_they_are() -> None:
+    async def store(engine: FakeEngine, request: Received, writer: asyncio.StreamWriter) -> None:
+        name = f"resp_{engine.name}"
+        if request.method == "POST":
+            reply(writer, 200, {"id": name})
+        elif request.target.endswith(name):
+            reply(writer, 200, {"id": name, "held": True})
+        else:
+            reply(writer, 404, {"error": {}})
+
+    async with serving(*(FakeEngine(name, answer=store) for name in "abc")) as served:
+        for name in ("resp_a", "resp_c"):
+            assert (await served.client.get(f"/v1/responses/{name}")).json()["held"]
+        assert (await served.client.get("/v1/responses/resp_x")).status_code == 404
+        body = {"model": "nano", "input": "and?", "previous_response_id": "resp_c"}
+        response = await served.client.post("/v1/responses", json=body)
+        assert response.json() == {"id": "resp_c"}
+        assert response.headers["x-lookonce-route"].startswith("stored;")
+
+
+async def test_aborts_reach_every_engine() -> None:
+    async def abort(engine: FakeEngine, request: Received, writer: asyncio.StreamWriter) -> None:
+        reply(writer, 200, {"aborted": [engine.name]})
+
+    async with serving(*(FakeEngine(name, answer=abort) for name in "ab")) as served:
+        body = {"request_ids": ["x"]}
+        response = await served.client.post("/inference/v1/abort_requests", json=body)
+        assert response.json() == {"aborted": ["a", "b"]}
+
+
+async def test_models_are_listed_and_served_by_name() -> None:
+    async with serving(FakeEngine("a"), FakeEngine("b", model="other")) as served:
+        listed = (await served.client.get("/v1/models")).json()["data"]
+        assert [card["id"] for card in listed] == ["nano", "other"]
+        assert (await served.ask(model="other")).json()["engine"] == "b"
+        missing = await served.ask(model="third")
+        assert missing.status_code == 404
+        assert "nano, other" in missing.json()["error"]["message"]
+
+
+async def test_tenants_are_apart() -> None:
+    keys = {"api_key": ("a:one:admin", "b:two")}
+    async with serving(FakeEngine("a"), FakeEngine("b"), **keys) as served:
+        data = base64.b64encode(b"cat").decode()
+        part = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
+        body = {"model": "nano", "messages": [{"role": "user", "content": [part]}]}
+        known = []
+        for key in ("one", "one", "two"):
+            headers = {"authorization": f"Bearer {key}"}
+            answer = await served.client.post("/v1/chat/completions", json=body, headers=headers)
+            known.append("media 1/1" in answer.headers["x-lookonce-route"])
+        assert known == [False, True, False]
+
+
+async def test_without_an_engine_it_says_so_and_engines_may_come_later() -> None:
+    async with serving(FakeEngine("a", ready=False), wait=False) as served:
+        assert (await served.ask()).status_code == 503
+        assert (await served.client.get("/ready")).status_code == 503
+        served.engines[0].ready = True
+        await served.until(served.fleet.ready)
+        assert (await served.ask()).status_code == 200
+        assert (await served.client.get("/ready")).status_code == 200
+        assert (await served.client.get("/health")).status_code == 200
+        metrics = (await served.client.get("/metrics")).text
+        assert 'lookonce_fleet_engine_ready{engine="a",model="nano"} 1' in metrics
+        (engine,) = (await served.client.get("/fleet")).json()["engines"]
+        assert engine["ready"]
+
+
+async def test_a_draining_engine_finishes_and_gets_nothing_new() -> None:
+    release = asyncio.Event()
+
+    async def wait(engine: FakeEngine, request: Received, writer: asyncio.StreamWriter) -> None:
+        await release.wait()
+        reply(writer, 200, {"engine": engine.name})
+
+    engines = [FakeEngine(name, answer=wait) for name in "ab"]
+    async with serving(*engines) as served:
+        first = asyncio.get_running_loop().create_task(served.ask())
+        await served.until(lambda: any(engine.received for engine in engines))
+        busy = next(engine for engine in engines if engine.received)
+        other = next(engine for engine in engines if engine is not busy)
+        served.fleet.update({other.name: EngineAddress(other.name, "nano", other.address)})
+        release.set()
+        assert (await first).json()["engine"] == busy.name
+        for _ in range(3):
+            assert (await served.ask()).json()["engine"] == other.name
+
+
+async def test_broken_requests_are_the_engines_to_refuse() -> None:
+    async with serving(FakeEngine("a")) as served:
+        headers = {"content-type": "application/json"}
+        broken = await served.client.post("/v1/completions", content=b"{", headers=headers)
+        assert broken.json() == {"engine": "a", "bytes": 1}
+        assert (await served.client.get("/version?x=1")).json()["engine"] == "a"
+        assert served.engines[0].received[-1].target == "/version?x=1"
+        evil = await served.client.get("/version", headers={"origin": "https://evil.example"})
+        assert evil.status_code in (200, 403)
+        posted = await served.client.post(
+            "/v1/completions", json={}, headers={"origin": "https://evil.example"}
+        )
+        assert posted.status_code == 403

@@ -1,0 +1,348 @@
+"""Where requests go: to the engine where they cost the fewest seconds."""
+
+from __future__ import annotations
+
+import base64
+import math
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from lookonce.cache.identity import item_key, media_hash, name_digest, scope_digest
+from lookonce.config import ENCODER_TOPIC, ITEM_TOPIC
+from lookonce.fleet.identity import Identity, Processor, identify
+from lookonce.fleet.index import short
+from lookonce.fleet.router import NoEngineError, Route, Router
+from lookonce.fleet.subscriber import Added, AllGone, EngineLoad, Gone, PromptComputed
+
+PROCESSOR = Processor(b"fingerprint")
+KV = "kv-events"
+
+
+def picture(content: bytes) -> dict[str, Any]:
+    encoded = base64.b64encode(content).decode()
+    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{encoded}"}}
+
+
+def chat(*contents: Any, **fields: Any) -> dict[str, Any]:
+    """Messages of user and assistant in turn."""
+    roles = ["user", "assistant"]
+    messages = [{"role": roles[i % 2], "content": c} for i, c in enumerate(contents)]
+    return {"model": "nano", "messages": messages, **fields}
+
+
+def identity(body: dict[str, Any], tenant: str = "", session: str | None = None) -> Identity:
+    return identify(body, tenant, PROCESSOR, session)
+
+
+def picture_key(content: bytes, tenant: str = "") -> bytes:
+    digest = media_hash(content, modality="image", fingerprint=b"fingerprint")
+    return item_key(scope_digest(tenant, None), digest)
+
+
+def load(running: int = 0, **totals: Any) -> EngineLoad:
+    fields: dict[str, Any] = {
+        "prompt_tokens": 1000,
+        "prompt_seconds": 1.0,
+        "encoder_runs": 10,
+        "encode_seconds": 2.0,
+        "decoded_tokens": 1000,
+        "decode_seconds": 1.0,
+    }
+    return EngineLoad(running=running, waiting=0, **(fields | totals))
+
+
+class Fleet:
+    """A router over engines with equal rates: 1 ms a token, 200 ms an encoder run."""
+
+    def __init__(self, *names: str) -> None:
+        self.router = Router()
+        for name in names:
+            engine = self.router.add_engine(name, "nano", follows=True)
+            self.router.apply(engine, [load()])
+        self.number = 0
+
+    def send(self, what: Identity, without: tuple[str, ...] = ()) -> tuple[str, Route]:
+        self.number += 1
+        name = f"r{self.number}"
+        return name, self.router.route(name, what, without)
+
+    def serve(self, what: Identity, *, block: bytes | None = b"b" * 32) -> Route:
+        """Send, and let the engine tell what it computed."""
+        name, route = self.send(what)
+        self.compute(name, route, block)
+        self.router.ended(name, route)
+        return route
+
+    def compute(self, name: str, route: Route, block: bytes | None = b"b" * 32) -> None:
+        keys = [medium.key.to_bytes(8, "little") + bytes(24) for medium in route.identity.media]
+        told = PromptComputed(name, 300, [(key, 50) for key in keys], block)
+        engine = route.engine
+        blocks = [] if block is None else [Added(KV, [short(block)])]
+        held = [Added(topic, [short(k) for k in keys]) for topic in (ENCODER_TOPIC, ITEM_TOPIC)]
+        self.router.apply(engine, [*held, *blocks, told])
+        self.router.answered(route, 0.1)
+
+
+def test_a_media_key_is_that_of_the_caches() -> None:
+    (medium,) = identity(chat([picture(b"cat")])).media
+    assert medium.exact
+    assert medium.key == short(picture_key(b"cat"))
+    (other,) = identity(chat([picture(b"cat")]), tenant="b").media
+    assert other.key == short(picture_key(b"cat", "b")) != medium.key
+
+
+def test_forms_of_one_picture_have_one_key() -> None:
+    data = base64.b64encode(b"cat").decode()
+    source = {"type": "base64", "media_type": "image/png", "data": data}
+    forms = [
+        {"type": "image", "source": source},
+        {"type": "input_image", "image_url": f"data:image/png;base64,{data}"},
+        picture(b"cat"),
+    ]
+    keys = {identity(chat([form])).media[0].key for form in forms}
+    assert keys == {short(picture_key(b"cat"))}
+    hashes = {"image": [media_hash(b"cat", modality="image", fingerprint=b"fingerprint").hex()]}
+    rendered = identity({"token_ids": [1, 2], "features": {"mm_hashes": hashes}})
+    assert rendered.media[0].key == short(picture_key(b"cat"))
+
+
+def test_options_and_urls_get_names_of_their_own() -> None:
+    plain = identity(chat([picture(b"cat")]))
+    other = identity(chat([picture(b"cat")], mm_processor_kwargs={"size": 2}))
+    assert not other.media[0].exact
+    assert other.media[0].key != plain.media[0].key
+    url = {"type": "image_url", "image_url": {"url": "https://a.example/cat.png"}}
+    assert not identity(chat([url])).media[0].exact
+    assert not identity(chat([url])).media[0].bare
+    named = identity(chat([{"type": "image_url", "uuid": "cat"}])).media[0]
+    assert named.bare
+    assert name_digest(b"", "cat")  # the caches' own name of a uuid is another one
+
+
+def test_prompts_share_the_digests_of_their_common_beginning() -> None:
+    first = identity(chat("x" * 3000, "yes", "next")).pieces
+    second = identity(chat("x" * 3000, "yes", "other")).pieces
+    equal = [a.digest == b.digest for a, b in zip(first, second, strict=True)]
+    assert equal == [True] * (len(first) - 1) + [False]
+    stranger = identity(chat("x" * 3000, "yes", "next"), tenant="b").pieces
+    assert not {p.digest for p in first} & {p.digest for p in stranger}
+    salted = identity(chat("x" * 3000, cache_salt="s")).pieces
+    assert not {p.digest for p in first} & {p.digest for p in salted}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {},
+        {"messages": 5},
+        {"messages": [None, 1, "x", {"role": "user"}, {"role": "user", "content": {"type": []}}]},
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": 7}]}]},
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+        chat([{"type": "image_url", "image_url": {"url": "data:image/png;base64,@@@"}}]),
+        {"features": {"mm_hashes": {"image": ["zz", 3, None]}}, "token_ids": ["a"]},
+        {"prompt": [[1, 2], [3]], "max_tokens": "many", "cache_salt": 9, "model": []},
+        {"input": "\ud800", "conversation": {"id": 3}},
+    ],
+)
+def test_what_is_no_request_is_identified_all_the_same(body: dict[str, Any]) -> None:
+    assert isinstance(identity(body), Identity)
+
+
+def test_without_reuse_it_goes_where_the_least_waits() -> None:
+    fleet = Fleet("a", "b", "c")
+    routes = [fleet.send(identity(chat(f"question {n}" * 9)))[1] for n in range(9)]
+    assert {route.reason for route in routes} == {"least_loaded"}
+    assert [engine.num_requests for engine in fleet.router.engines.values()] == [3, 3, 3]
+
+
+def test_a_conversation_and_its_picture_stay_where_they_are() -> None:
+    fleet = Fleet("a", "b", "c")
+    first = fleet.serve(identity(chat([picture(b"cat"), {"type": "text", "text": "what?" * 50}])))
+    again = identity(
+        chat([picture(b"cat"), {"type": "text", "text": "what?" * 50}], "a cat", "sure?")
+    )
+    second = fleet.serve(again)
+    assert second.engine is first.engine
+    assert second.reason == "known"
+    assert second.work.num_known == 1
+    assert "media 1/1" in second.why()
+    third = fleet.serve(identity(chat([picture(b"cat")], tenant="other")))
+    assert third.engine is first.engine  # another prompt, the same picture
+    assert third.work.num_known == 1
+
+
+def test_a_request_on_its_way_counts_as_held() -> None:
+    fleet = Fleet("a", "b")
+    _, first = fleet.send(identity(chat([picture(b"cat")])))
+    _, second = fleet.send(identity(chat([picture(b"cat")], "x", "y", max_tokens=1)))
+    assert second.engine is first.engine
+
+
+def test_a_hot_picture_gets_a_second_engine_when_the_queue_costs_more() -> None:
+    fleet = Fleet("a", "b")
+    fleet.serve(identity(chat([picture(b"cat")])))
+    used = [fleet.send(identity(chat([picture(b"cat")], f"{n}", "?")))[1] for n in range(12)]
+    assert {route.engine.name for route in used} == {"a", "b"}
+    assert used[0].engine is used[1].engine
+
+
+def test_what_was_evicted_or_lost_is_not_counted() -> None:
+    fleet = Fleet("a", "b")
+    body = identity(chat("long " * 600))
+    engine = fleet.serve(body).engine
+    assert fleet.serve(body).work.known_tokens > 0
+    fleet.router.apply(engine, [Gone(KV, [short(b"b" * 32)])])
+    assert fleet.serve(body).work.known_tokens == 0
+    cat = identity(chat([picture(b"cat")]))
+    holder = fleet.serve(cat, block=None).engine
+    fleet.router.apply(holder, [AllGone(ENCODER_TOPIC), AllGone(ITEM_TOPIC)])
+    assert fleet.send(cat)[1].work.num_known == 0
+
+
+def test_a_failed_request_has_computed_nothing() -> None:
+    fleet = Fleet("a", "b")
+    body = identity(chat("long " * 600))
+    name, route = fleet.send(body)
+    fleet.router.ended(name, route, failed=True)
+    _, again = fleet.send(body, (route.engine.name,))
+    assert again.engine is not route.engine
+    assert again.work.known_tokens == 0
+
+
+def test_a_session_and_what_is_stored_stay_at_their_engine_as_long_as_it_takes_requests() -> None:
+    fleet = Fleet("a", "b", "c")
+    _, first = fleet.send(identity(chat("one"), session="s"))
+    for n in range(8):
+        assert fleet.send(identity(chat(f"{n}"), session="s"))[1].engine is first.engine
+    first.engine.accepts = False
+    assert fleet.send(identity(chat("x"), session="s"))[1].engine is not first.engine
+    holder = next(e.name for e in fleet.router.engines.values() if e is not first.engine)
+    fleet.router.bind_stored("resp_1", holder)
+    stored = fleet.send(identity({"input": "and?", "previous_response_id": "resp_1"}))[1]
+    assert (stored.engine.name, stored.reason) == (holder, "stored")
+
+
+def test_a_bare_name_goes_to_who_knows_it() -> None:
+    fleet = Fleet("a", "b", "c")
+    url = "https://a.example/cat.png"
+    part = {"type": "image_url", "image_url": {"url": url}}
+    holder = fleet.serve(identity(chat([part]))).engine
+    for n in range(20):  # whatever waits there
+        assert fleet.send(identity(chat(f"{n}" * 500)))[1]
+    bare = identity(chat([{"type": "image_url", "uuid": "cat"}]))
+    name, route = fleet.send(bare)
+    key = picture_key(b"cat")
+    told = PromptComputed(name, 90, [(key, 50)], None)
+    held = [Added(ITEM_TOPIC, [short(key)])]
+    fleet.router.apply(route.engine, [*held, told])
+    for _ in range(5):
+        assert fleet.send(bare)[1].engine is route.engine
+    assert holder.accepts
+
+
+def test_requests_of_others_count_and_ones_own_are_not_counted_twice() -> None:
+    fleet = Fleet("a", "b")
+    a, b = fleet.router.engines.values()
+    fleet.router.apply(a, [load(running=3)])
+    assert fleet.send(identity(chat("x")))[1].engine is b
+    name, route = fleet.send(identity(chat("y")), ("a",))
+    fleet.router.ended(name, route)
+    fleet.router.apply(b, [load(running=2)])  # told before it had ended
+    assert b.others == 0
+
+
+def test_rates_are_those_that_engines_measure() -> None:
+    fleet = Fleet("a", "b")
+    slow, fast = fleet.router.engines.values()
+    more = load(prompt_tokens=2000, prompt_seconds=21.0)
+    for _ in range(3):
+        fleet.router.apply(slow, [more])
+    assert slow.rates.prompt_token > 5 * fast.rates.prompt_token
+    assert fleet.send(identity(chat("z" * 5000)))[1].engine is fast
+
+
+def test_models_are_apart() -> None:
+    router = Router()
+    router.add_engine("a", "nano", follows=False)
+    router.add_engine("b", "other", follows=False)
+    assert router.models() == ["nano", "other"]
+    assert router.route("1", identity({"model": "other", "prompt": "x"})).engine.name == "b"
+    with pytest.raises(NoEngineError):
+        router.route("2", identity({"model": "third", "prompt": "x"}))
+
+
+CONTENTS = st.lists(
+    st.one_of(
+        st.sampled_from([b"cat", b"dog", b"owl"]).map(lambda c: [picture(c)]),
+        st.sampled_from(["x" * 1500, "short", "y" * 3000]),
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+class RouterMachine(RuleBasedStateMachine):
+    """Requests come and go, engines die and come back: the sums stay right."""
+
+    @initialize()
+    def start(self) -> None:
+        self.fleet = Fleet("e0", "e1", "e2")
+        self.running: dict[str, Route] = {}
+        self.named = 3
+
+    @rule(contents=CONTENTS, session=st.sampled_from([None, "s", "t"]))
+    def send(self, contents: list[Any], session: str | None) -> None:
+        try:
+            name, route = self.fleet.send(identity(chat(*contents), session=session))
+        except NoEngineError:
+            assert not any(e.accepts for e in self.fleet.router.engines.values())
+            return
+        assert route.engine.accepts
+        assert math.isfinite(route.price)
+        assert 0 <= route.work.known_tokens <= route.work.num_tokens
+        self.running[name] = route
+
+    @rule(which=st.integers(0, 9), what=st.sampled_from(["compute", "end", "fail"]))
+    def go_on(self, which: int, what: str) -> None:
+        if not self.running:
+            return
+        name = list(self.running)[which % len(self.running)]
+        if what == "compute":
+            self.fleet.compute(name, self.running[name], bytes([which]) * 32)
+            return
+        self.fleet.router.ended(name, self.running.pop(name), failed=what == "fail")
+
+    @rule(which=st.integers(0, 2))
+    def drain(self, which: int) -> None:
+        engines = list(self.fleet.router.engines.values())
+        if engines:
+            engine = engines[which % len(engines)]
+            engine.accepts = not engine.accepts
+
+    @rule(which=st.integers(0, 2))
+    def replace(self, which: int) -> None:
+        router = self.fleet.router
+        if router.engines:
+            router.remove_engine(list(router.engines)[which % len(router.engines)])
+        router.add_engine(f"e{self.named}", "nano", follows=True)
+        self.named += 1
+
+    @rule(which=st.integers(0, 2), blocks=st.lists(st.integers(0, 9)))
+    def evict(self, which: int, blocks: list[int]) -> None:
+        engines = list(self.fleet.router.engines.values())
+        engine = engines[which % len(engines)]
+        self.fleet.router.apply(engine, [Gone(KV, [short(bytes([b]) * 32) for b in blocks])])
+
+    @invariant()
+    def check(self) -> None:
+        self.fleet.router.check_integrity()
+        numbers = [engine.number for engine in self.fleet.router.engines.values()]
+        assert len(set(numbers)) == len(numbers)
+
+
+TestRouterMachine = RouterMachine.TestCase
+TestRouterMachine.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)

@@ -1,0 +1,162 @@
+"""The router's view of an engine is what the engine holds, whatever is lost on the way."""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lookonce.config import ENGINE_TOPIC, ITEM_TOPIC, EventsConfig
+from lookonce.engine.process.cache_events import (
+    Change,
+    Cleared,
+    Computed,
+    EventPublisher,
+    Held,
+    Load,
+    Removed,
+    TopicLog,
+)
+from lookonce.fleet.index import DigestIndex, short
+from lookonce.fleet.subscriber import (
+    Added,
+    AllGone,
+    EngineLoad,
+    EventSubscriber,
+    Gone,
+    PromptComputed,
+    TopicReader,
+)
+
+
+def digest(number: int) -> bytes:
+    return number.to_bytes(8, "little") + bytes(24)
+
+
+class FollowedLog:
+    """A topic whose batches may be lost on the way to an index, and which may start anew."""
+
+    def __init__(self, form: str, max_batches: int) -> None:
+        self.form, self.max_batches = form, max_batches
+        self.index, self.held = DigestIndex(), set[int]()
+        self.log = TopicLog("keys", form, max_batches=max_batches)
+        self.reader = TopicReader("keys", self.ask)
+        self.apply(self.reader.begin())
+        self.delayed: list[tuple[bytes, bytes]] = []
+
+    def ask(self, wanted: bytes) -> list[tuple[int, bytes]]:
+        *answers, _ = self.log.answer(wanted)
+        return [(int.from_bytes(number, "big"), payload) for number, payload in answers]
+
+    def tell(self, changes: list[Change], arrives: bool) -> None:
+        _, number, payload = self.log.append(changes)
+        if arrives:
+            self.apply(self.reader.receive(int.from_bytes(number, "big"), payload))
+
+    def restart(self) -> None:
+        self.log = TopicLog("keys", self.form, max_batches=self.max_batches)
+        self.held.clear()
+        ((number, payload),) = self.log.replay(0)
+        self.apply(self.reader.receive(number, payload))
+
+    def apply(self, changes: Sequence[Any]) -> None:
+        for change in changes:
+            match change:
+                case Added(_, keys):
+                    self.index.add(5, keys)
+                case Gone(_, keys):
+                    self.index.remove(5, keys)
+                case AllGone():
+                    self.index.drop(5)
+
+
+STEP = st.tuples(st.sampled_from(["hold", "remove", "clear", "restart"]), st.integers(1, 9))
+
+
+@given(
+    steps=st.lists(st.tuples(STEP, st.booleans()), max_size=40),
+    form=st.sampled_from(["array", "map"]),
+    max_batches=st.sampled_from([2, 1000]),
+)
+@settings(max_examples=100)
+def test_the_index_is_exact_after_any_loss(
+    steps: list[tuple[tuple[str, int], bool]], form: str, max_batches: int
+) -> None:
+    followed = FollowedLog(form, max_batches)
+    for (what, number), arrives in steps:
+        match what:
+            case "hold":
+                followed.held.add(number)
+                followed.tell([Held(digest(number))], arrives)
+            case "remove":
+                followed.held.discard(number)
+                followed.tell([Removed(digest(number))], arrives)
+            case "clear":
+                followed.held.clear()
+                followed.tell([Cleared()], arrives)
+            case _:
+                followed.restart()
+    followed.tell([Held(digest(99))], arrives=True)
+    assert followed.index.held(5) == followed.held | {99}
+    followed.index.check_integrity()
+
+
+def test_batches_that_a_snapshot_had_are_left_out() -> None:
+    followed = FollowedLog("array", 1000)
+    late = [followed.log.append([Held(digest(n))]) for n in (1, 2)]
+    followed.log.append([Removed(digest(1))])
+    followed.apply(followed.reader.begin())
+    for _, number, payload in late:
+        assert followed.reader.receive(int.from_bytes(number, "big"), payload) == []
+    assert followed.index.held(5) == {2}
+
+
+def test_a_thread_follows_an_engine_over_zmq() -> None:
+    seen: list[Any] = []
+    arrived = threading.Condition()
+
+    def on_changes(changes: list[Any]) -> None:
+        with arrived:
+            seen.extend(changes)
+            arrived.notify()
+
+    with tempfile.TemporaryDirectory(prefix="lookonce-fleet-") as folder:
+        config = EventsConfig(f"ipc://{Path(folder)}/pub", f"ipc://{Path(folder)}/replay")
+        publisher = EventPublisher(config)
+        publisher.open_step_events(16, lambda: ([], []))
+        publisher.item_changed(digest(1), held=True)
+        subscriber = EventSubscriber(
+            config.address, config.replay_address, config.topic, on_changes
+        )
+        try:
+            with arrived:
+                first = Added(ITEM_TOPIC, [short(digest(1))])
+                assert arrived.wait_for(lambda: first in seen, 20)
+            # The subscription is made: nothing was published since the snapshots.
+            told: list[Change] = [
+                Computed("a-b-c", 33, digest(2), ((digest(1), 20),)),
+                Load(1, 2, 3, 0.5, 4, 0.25, 5, 0.125),
+            ]
+            publisher.publish(ENGINE_TOPIC, told)
+            publisher.item_changed(digest(1), held=False)
+            with arrived:
+                last = Gone(ITEM_TOPIC, [short(digest(1))])
+
+                def again() -> bool:  # until the subscription has reached the publisher
+                    publisher.publish(ITEM_TOPIC, [Removed(digest(1))])
+                    return last in seen
+
+                while not again():
+                    arrived.wait(0.1)
+                computed = PromptComputed("a-b-c", 33, [[digest(1), 20]], digest(2))
+                publisher.publish(ENGINE_TOPIC, told)
+                assert arrived.wait_for(lambda: computed in seen, 20)
+                assert EngineLoad(1, 2, 3, 0.5, 4, 0.25, 5, 0.125) in seen
+        finally:
+            subscriber.close()
+            publisher.close()
