@@ -131,8 +131,8 @@ class Planner:
         fairness, shares = self._fairness, self.decode_shares
         self.session_eviction.next_time = None
         decodes = shares.choose(self._queues.decoding.head(self._max_tokens))
-        tokens, most = self._max_tokens, shares.prompt_tokens if shares.measures else None
-        if most is not None:
+        tokens = self._max_tokens
+        if shares.measures and (most := shares.prompt_tokens) is not None:
             tokens = min(tokens, len(decodes) + most)
         step = StepPass(tokens, self._max_encoder_rows)
         if decodes:
@@ -143,7 +143,7 @@ class Planner:
             needy = self._make_way()
         if decodes:
             self._plan_decodes(decodes, step)
-        if not step.scheduled:
+        if shares.behind and not step.scheduled:
             shares.let_all_compute()
         if needy is not None and step.tokens > 0 and self._try_admit(needy, step):
             first = needy

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import msgspec
 
@@ -449,13 +449,17 @@ def check_served(config: Mapping[str, object]) -> None:
     if not model_type or config.get("is_encoder_decoder"):
         raise unsupported(model_type)
     if takes_media(config) and not general_modalities(config):
-        raise unsupported(model_type, "its config names no token for its pictures or sounds")
+        reason = "its config names no token for its pictures or sounds"
+        raise unsupported(model_type, reason, like=(*SUPPORTED, *GENERAL_MEDIA))
 
 
-def unsupported(model_type: str, reason: str = "") -> ModelLoadError:
-    """What to raise for a type that is not served: why, and the types that have a similar name."""
-    known = sorted({*SUPPORTED, *GENERAL_TEXT, *GENERAL_MEDIA, *EMBEDDERS})
-    near = difflib.get_close_matches(model_type, known, n=3)
+def unsupported(
+    model_type: str, reason: str = "", *, like: Iterable[str] | None = None
+) -> ModelLoadError:
+    """What to raise for a type that is not served: why, and those of the types `like` it, of all
+    where none are given, that have a similar name."""
+    known = {*SUPPORTED, *GENERAL_TEXT, *GENERAL_MEDIA, *EMBEDDERS} if like is None else set(like)
+    near = difflib.get_close_matches(model_type, sorted(known), n=3)
     nearest = f" (did you mean {' or '.join(near)}?)" if near else ""
     because = f": {reason}" if reason else ""
     return ModelLoadError(
