@@ -5,10 +5,10 @@ BIN := $(VENV)/bin
 SERVES := $(VENV)/.serves
 STAMP := $(VENV)/.installed
 
-.PHONY: setup serve wheel test test-models test-lmcache test-page test-openapi test-clients test-open-webui test-whisper test-alerts test-otel check structure format attack fuzz soak clean
+.PHONY: setup serve wheel test test-models test-lmcache test-page test-openapi test-clients test-open-webui test-fleet test-whisper test-alerts test-otel check structure format attack fuzz soak clean
 
 # Tests run side by side, so numeric libraries get one thread each in them; a server uses all cores.
-check test test-lmcache test-page test-openapi test-clients test-open-webui test-whisper test-alerts test-otel attack fuzz soak: export OMP_NUM_THREADS ?= 1
+check test test-lmcache test-page test-openapi test-clients test-open-webui test-fleet test-whisper test-alerts test-otel attack fuzz soak: export OMP_NUM_THREADS ?= 1
 
 # Some images say that Python shall keep no bytecode: each process would compile 3,000 modules again.
 unexport PYTHONDONTWRITEBYTECODE
@@ -132,6 +132,19 @@ test-open-webui: $(CLIENTS_VENV)/.installed $(OPEN_WEBUI_VENV)/.installed
 	@OPEN_WEBUI=$(CURDIR)/$(OPEN_WEBUI_VENV)/bin/open-webui $(BIN)/python -m pytest $(CLIENTS)/test_open_webui.py -rs --junitxml $(OPEN_WEBUI_VENV)/clients.xml
 	@$(CLIENTS_TABLE)
 
+# A fleet on a local Ray. ray pins libraries of its own: it gets an environment, which sees this one's packages.
+FLEET_VENV := .venv-fleet
+
+$(FLEET_VENV)/.installed: $(STAMP) pyproject.toml
+	@test -x $(FLEET_VENV)/bin/python || $(BIN)/python -m venv $(FLEET_VENV)
+	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$($(FLEET_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/lookonce.pth
+	@$(BIN)/python -c '$(call NEEDS,*x["fleet"])' > $(FLEET_VENV)/needs.txt
+	@$(FLEET_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r $(FLEET_VENV)/needs.txt
+	@touch $@
+
+test-fleet: $(FLEET_VENV)/.installed
+	@PYTHONPATH=. $(FLEET_VENV)/bin/python -m pytest tests/fleet -m "fleet or not fleet" --timeout 900 -rs
+
 # whisper-tiny.en, made by tools/whisper_tiny.py, hears espeak-ng's speech as it does in transformers. Skipped by
 # name where the speech or the package cannot be installed.
 test-whisper: $(STAMP)
@@ -184,4 +197,4 @@ format: $(STAMP)
 	@$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(LMCACHE_VENV) $(FUZZ_VENV) $(CLIENTS_VENV) $(OPEN_WEBUI_VENV) $(CLIENTS)/node/node_modules build dist *.egg-info
+	rm -rf $(VENV) $(LMCACHE_VENV) $(FUZZ_VENV) $(CLIENTS_VENV) $(OPEN_WEBUI_VENV) $(FLEET_VENV) $(CLIENTS)/node/node_modules build dist *.egg-info

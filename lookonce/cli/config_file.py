@@ -35,6 +35,11 @@ def drop_service_links(environment: MutableMapping[str, str]) -> None:
 
 def read_config_file(path: str) -> dict[str, str | list[str]]:
     """Option → its value, written as on a command line. Raises `ConfigError` naming the key."""
+    return as_options(f"--config: {path}", read_yaml(path, "--config"))
+
+
+def read_yaml(path: str, what: str) -> dict[Any, Any]:
+    """A file's mapping; empty for an empty file. Raises `ConfigError`, which names `what`."""
     import yaml  # type: ignore[import-untyped]  # takes as long as the rest of the command line
 
     try:
@@ -42,31 +47,36 @@ def read_config_file(path: str) -> dict[str, str | list[str]]:
             content = yaml.safe_load(file.read(MAX_FILE_BYTES))
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-        raise ConfigError(f"--config: {path} cannot be read: {reason}") from None
+        raise ConfigError(f"{what}: {path} cannot be read: {reason}") from None
     except (yaml.YAMLError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         where = f" in line {mark.line + 1}" if mark is not None else ""
-        raise ConfigError(f"--config: {path} is not YAML{where}") from None
+        raise ConfigError(f"{what}: {path} is not YAML{where}") from None
     if content is None:
         return {}
     if not isinstance(content, dict):
-        raise ConfigError(f"--config: {path} is not a list of OPTION: VALUE")
-    return dict(_entries(path, content))
+        raise ConfigError(f"{what}: {path} is not a list of OPTION: VALUE")
+    return content
 
 
-def _entries(path: str, content: dict[Any, Any]) -> Iterable[tuple[str, str | list[str]]]:
+def as_options(where: str, content: dict[Any, Any]) -> dict[str, str | list[str]]:
+    """Options of `lookonce serve` as on a command line. Raises `ConfigError` naming the key."""
+    return dict(_entries(where, content))
+
+
+def _entries(where: str, content: dict[Any, Any]) -> Iterable[tuple[str, str | list[str]]]:
     known = [field.name for field in dataclasses.fields(Options)]
     for key, value in content.items():
         name = str(key).replace("-", "_")
         if name not in known:
             close = difflib.get_close_matches(name, known, 1)
             meant = f" (did you mean {close[0]}?)" if close else ""
-            raise ConfigError(f"--config: {path}: there is no option {str(key)[:60]!r}{meant}")
+            raise ConfigError(f"{where}: there is no option {str(key)[:60]!r}{meant}")
         if value is not None:
-            yield name, _text(path, name, value)
+            yield name, _text(where, name, value)
 
 
-def _text(path: str, name: str, value: Any) -> str | list[str]:
+def _text(where: str, name: str, value: Any) -> str | list[str]:
     match value:
         case list() if all(isinstance(each, str | int | float) for each in value):
             return [str(each) for each in value]
@@ -74,7 +84,7 @@ def _text(path: str, name: str, value: Any) -> str | list[str]:
             return ",".join(f"{modality}={count}" for modality, count in value.items())
         case str() | int() | float():
             return [str(value)] if _is_repeatable(name) else str(value)
-    raise ConfigError(f"--config: {path}: {name} is not a value as on the command line")
+    raise ConfigError(f"{where}: {name} is not a value as on the command line")
 
 
 def _is_repeatable(name: str) -> bool:

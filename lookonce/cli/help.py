@@ -13,7 +13,7 @@ from lookonce.cli.options import GROUPS, OTHER
 from lookonce.errors import ConfigError
 
 COMMANDS: dict[str, tuple[str, ...]] = {
-    "Serve": ("serve", "render"),
+    "Serve": ("serve", "fleet", "render"),
     "Ask": ("chat",),
     "Models": ("models", "ls", "pull"),
     "Watch": ("ps", "top", "doctor"),

@@ -108,6 +108,43 @@ def render(model: Model = NANO, **given: Any) -> None:
 
 
 @app.command(cls=GroupedCommand)
+def fleet(
+    file: Annotated[str | None, typer.Argument(metavar="[FILE.yaml]")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="What to serve, where there is no file; nano by default.")
+    ] = None,
+    engines: Annotated[int | None, typer.Option(min=1, help="Engines of each model.")] = None,
+    frontends: Annotated[
+        int | None, typer.Option(min=1, help="Processes that share the port.")
+    ] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
+    port: Annotated[int | None, typer.Option(min=0, help="Port; 0 takes a free one.")] = None,
+    api_key_file: Annotated[
+        str | None, typer.Option(help="Keys as for `lookonce serve`, on every machine.")
+    ] = None,
+    address: Annotated[
+        str | None, typer.Option(help="Of a Ray cluster; by default one starts here.")
+    ] = None,
+) -> None:
+    """Serve many engines behind one address, on Ray Serve; needs lookonce[fleet].
+
+    Requests go to where their pictures and prompts are known. SIGHUP reads the file again.
+    """
+    from lookonce.cli.fleet import run_fleet
+
+    given = {
+        "model": model,
+        "engines": engines,
+        "frontends": frontends,
+        "host": host,
+        "port": port,
+        "api_key_file": api_key_file,
+        "address": address,
+    }
+    raise typer.Exit(run_fleet(file, given))
+
+
+@app.command(cls=GroupedCommand)
 @takes_options(ENGINE_OPTIONS)
 def chat(
     context: typer.Context,

@@ -45,6 +45,8 @@ MAX_SESSIONS = 65_536
 MAX_STORED = 65_536
 RATE_WEIGHT = 0.3
 """Of a new measurement beside those before."""
+MIN_LOADS = 4
+"""Measurements after which an engine's own rates are used."""
 MIN_TOKENS = 32
 """Computed between two loads: fewer say nothing of a rate."""
 RECOMPUTED = 1.5
@@ -91,6 +93,8 @@ class EngineState:
     def __init__(self, name: str, number: int, model: str) -> None:
         self.name, self.number, self.model = name, number, model
         self.rates = Rates()
+        self.num_loads = 0
+        """Loads that told of work done since the one before."""
         self.accepts = True
         """False: it drains, or is not reachable; it gets no new requests."""
         self.load: EngineLoad | None = None
@@ -112,6 +116,7 @@ class EngineState:
         if before is None or before.prompt_tokens > load.prompt_tokens:
             before = EngineLoad(0, 0, 0, 0.0, 0, 0.0, 0, 0.0)
         rates = self.rates
+        self.num_loads += load.prompt_tokens - before.prompt_tokens >= MIN_TOKENS
         rates.prompt_token = _corrected(
             rates.prompt_token,
             load.prompt_seconds - before.prompt_seconds,
@@ -142,8 +147,24 @@ class EngineState:
         return self.backlog + self.others * usual
 
 
+def _rates_of(engines: Sequence[EngineState]) -> dict[int, Rates]:
+    """Engine → its rates; those of the fastest for one that has measured little. What is measured
+    at the warm-up differs between equal engines, and one that gets no requests would keep it."""
+    measured = [engine.rates for engine in engines if engine.num_loads >= MIN_LOADS]
+    listed = measured or [engine.rates for engine in engines]
+    tiers = [rates.tier_output for rates in listed if rates.tier_output is not None]
+    usual = Rates(
+        min(rates.prompt_token for rates in listed),
+        min(rates.encoder_run for rates in listed),
+        min(rates.decoded_token for rates in listed),
+        min(rates.processing for rates in listed),
+        min(tiers, default=None),
+    )
+    return {e.number: e.rates if e.num_loads >= MIN_LOADS else usual for e in engines}
+
+
 def _corrected(rate: float, seconds: float, count: int, *, first: bool, least: int = 0) -> float:
-    if count < (least or MIN_TOKENS) or seconds <= 0:
+    if count < (1 if first else least or MIN_TOKENS) or seconds <= 0:
         return rate
     measured = seconds / count
     return measured if first else rate + RATE_WEIGHT * (measured - rate)
@@ -393,21 +414,25 @@ class Router:
             ends.append(total)
         known = self._known_pieces(identity, candidates)
         held = [(self.outputs.holders(key), self.items.holders(key)) for _, key in media]
+        rates = _rates_of(candidates)
         return [
-            self._work(engine, identity, media, held, known[engine.number], ends)
+            self._work(
+                engine, rates[engine.number], identity, media, held, known[engine.number], ends
+            )
             for engine in candidates
         ]
 
     def _work(
         self,
         engine: EngineState,
+        rates: Rates,
         identity: Identity,
         media: Sequence[tuple[Medium, int]],
         held: Sequence[tuple[int, int]],
         num_known: int,
         ends: Sequence[float],
     ) -> Work:
-        rates, number, work = engine.rates, engine.number, Work()
+        number, work = engine.number, Work()
         covered = {piece.medium for piece in identity.pieces[:num_known]}
         seen: set[int] = set()
         for index, ((_, key), (outputs, items)) in enumerate(zip(media, held, strict=True)):

@@ -258,11 +258,20 @@ def test_requests_of_others_count_and_ones_own_are_not_counted_twice() -> None:
 def test_rates_are_those_that_engines_measure() -> None:
     fleet = Fleet("a", "b")
     slow, fast = fleet.router.engines.values()
-    more = load(prompt_tokens=2000, prompt_seconds=21.0)
-    for _ in range(3):
-        fleet.router.apply(slow, [more])
+    for n in range(1, 5):
+        fleet.router.apply(slow, [load(prompt_tokens=1000 + 1000 * n, prompt_seconds=20.0 * n)])
+        fleet.router.apply(fast, [load(prompt_tokens=1000 + 1000 * n, prompt_seconds=1.0 + n)])
     assert slow.rates.prompt_token > 5 * fast.rates.prompt_token
     assert fleet.send(identity(chat("z" * 5000)))[1].engine is fast
+
+
+def test_what_a_warm_up_measured_does_not_keep_requests_from_an_idle_engine() -> None:
+    router = Router()
+    for name, seconds in (("a", 1.0), ("b", 2.5)):
+        engine = router.add_engine(name, "nano", follows=True)
+        router.apply(engine, [load(prompt_seconds=seconds, encode_seconds=seconds)])
+    used = [router.route(str(n), identity(chat(f"{n}" * 99))).engine.name for n in range(6)]
+    assert used.count("a") == used.count("b") == 3
 
 
 def test_models_are_apart() -> None:

@@ -1,0 +1,150 @@
+"""`lookonce fleet`: many engines behind one address, on Ray Serve.
+
+When all are ready a line with the URL goes to standard output. SIGHUP reads the file again; SIGTERM
+and Ctrl-C drain.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from importlib.util import find_spec
+from typing import Any
+
+import msgspec
+
+from lookonce.cli.config_file import as_options, read_yaml
+from lookonce.config import NANO, Options, resolve
+from lookonce.errors import ConfigError
+from lookonce.fleet.config import FleetConfig
+from lookonce.types.logs import configure_logging
+
+FLEET_KEYS = (
+    *("host", "port", "frontends", "api_key_file", "address", "drain_timeout"),
+    "models",
+)
+GROUP_KEYS = ("name", "model", "engines", "cpus", "gpus", "environment", "options")
+OWN_OPTIONS = frozenset(
+    {
+        *("model", "host", "port", "uds", "events", "api_key", "api_key_file"),
+        *("served_model_name", "ssl_certfile", "ssl_keyfile", "root_path", "allowed_origins"),
+    }
+)
+"""Of `lookonce serve`; a fleet sets them itself, or does not have them."""
+
+
+def read_fleet(path: str | None, overrides: dict[str, Any]) -> FleetConfig:
+    """Of a file, with what the command line says instead. Raises `ConfigError` naming the key."""
+    content = {} if path is None else read_yaml(path, "fleet")
+    where = path or "fleet"
+    _check_keys(where, content, FLEET_KEYS)
+    models = content.get("models") or [{"model": overrides.get("model") or NANO}]
+    if not isinstance(models, list) or not all(isinstance(each, dict) for each in models):
+        raise ConfigError(f"{where}: models is a list of mappings")
+    groups = [_group(f"{where}: models[{n}]", each, overrides) for n, each in enumerate(models)]
+    names = [group["name"] for group in groups]
+    if len(set(names)) < len(names):
+        raise ConfigError(f"{where}: two models have one name")
+    fields = {name: content[name] for name in FLEET_KEYS[:-1] if content.get(name) is not None}
+    given = {k: v for k, v in overrides.items() if k in FLEET_KEYS and v is not None}
+    try:
+        config = msgspec.convert({**fields, **given, "groups": groups}, FleetConfig)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{where}: {error}") from None
+    for group in config.groups:
+        if group.engines < 1:
+            raise ConfigError(f"{where}: {group.name} needs at least 1 engine")
+    if config.frontends < 1:
+        raise ConfigError(f"{where}: frontends is at least 1")
+    resolve(Options(host=config.host, port=config.port, api_key_file=config.api_key_file))
+    return config
+
+
+def _group(where: str, given: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
+    _check_keys(where, given, GROUP_KEYS)
+    group = {name: value for name, value in given.items() if value is not None}
+    group.setdefault("model", NANO)
+    group["name"] = str(group.get("name") or group["model"])
+    if overrides.get("engines") is not None:
+        group["engines"] = overrides["engines"]
+    options = group.get("options") or {}
+    if not isinstance(options, dict):
+        raise ConfigError(f"{where}: options is a mapping")
+    line: list[str] = []
+    parsed = as_options(f"{where}.options", options)
+    for name, value in parsed.items():
+        if name in OWN_OPTIONS:
+            raise ConfigError(f"{where}.options: a fleet does not take {name.replace('_', '-')}")
+        line += _as_arguments(name, value)
+    group["options"] = line
+    return group
+
+
+def _as_arguments(name: str, value: str | list[str]) -> list[str]:
+    flag = "--" + name.replace("_", "-")
+    if isinstance(getattr(Options(), name), bool):
+        text = str(value).lower()
+        return [flag if text in ("true", "1", "yes") else f"--no-{flag[2:]}"]
+    values = value if isinstance(value, list) else [value]
+    return [part for each in values for part in (flag, each)]
+
+
+def _check_keys(where: str, given: dict[Any, Any], known: tuple[str, ...]) -> None:
+    for key in given:
+        if key not in known:
+            raise ConfigError(
+                f"{where}: there is no {str(key)[:60]!r}; there is {', '.join(known)}"
+            )
+
+
+def run_fleet(path: str | None, overrides: dict[str, Any]) -> int:
+    """Serve until SIGTERM or Ctrl-C; the exit status. Raises `ConfigError`."""
+    config = read_fleet(path, overrides)
+    for module in ("ray.serve", "zmq"):
+        if not _is_installed(module):
+            raise ConfigError(
+                f"a fleet needs {module}, which is not installed: pip install 'lookonce[fleet]'"
+            )
+    configure_logging("fleet", resolve(Options()).logs)
+    from lookonce.fleet.deploy import RunningFleet
+
+    asked = threading.Event()
+    reasons: list[int] = []
+
+    def on_signal(number: int, _: object) -> None:
+        reasons.append(number)
+        asked.set()
+
+    running = RunningFleet(config)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, on_signal)
+    try:
+        names = ", ".join(f"{g.name} ({g.engines})" for g in config.groups)
+        print(f"Serving {names} on {running.url}", flush=True)
+        while True:
+            asked.wait()
+            asked.clear()
+            if any(number != signal.SIGHUP for number in reasons):
+                return 0
+            reasons.clear()
+            _apply_again(running, path, overrides)
+    finally:
+        running.close()
+
+
+def _apply_again(running: Any, path: str | None, overrides: dict[str, Any]) -> None:
+    try:
+        config = read_fleet(path, overrides)
+    except ConfigError as error:
+        print(f"SIGHUP: {error.message}; the fleet stays what it was", flush=True)
+        return
+    running.apply(config)
+    names = ", ".join(f"{g.name} ({g.engines})" for g in config.groups)
+    print(f"Serving {names} on {running.url}", flush=True)
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False

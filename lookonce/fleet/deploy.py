@@ -1,0 +1,330 @@
+"""The fleet on Ray Serve, the only module that knows Ray.
+
+Ray is the control plane: it places engines and front-ends, watches them, replaces those that die,
+adds and removes them. No request passes it.
+
+    Engine      one replica runs one `lookonce serve`, and tells its addresses as its metadata
+    Frontend    one replica serves HTTP on the fleet's port; a handle with `EngineList` as its
+                router tells it, whenever that changes, which replicas of Engine there are
+
+Alpha APIs of ray 2.60 that are used: `RequestRouter.update_replicas`, `RequestRouterConfig`,
+`record_replica_metadata`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import logging
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import ray
+from ray import serve
+from ray.serve.config import RequestRouterConfig
+from ray.serve.request_router import FIFOMixin, RequestRouter
+
+from lookonce.config import Options, resolve
+from lookonce.fleet import replicas
+from lookonce.fleet.config import EngineGroup, FleetConfig
+from lookonce.fleet.frontend import EngineAddress, Fleet, Frontend
+from lookonce.fleet.router import Router
+from lookonce.fleet.server import FrontendServer
+
+logger = logging.getLogger("lookonce.fleet")
+
+APPLICATION = "lookonce"
+START_SECONDS = 1800.0
+"""An engine may load weights for so long."""
+HEALTH_SECONDS = 2.0
+SERVING = re.compile(r"^Serving .* on http://(\S+)$")
+PR_SET_PDEATHSIG = 1
+ENGINE, FRONTEND = "Engine", "Frontend"
+
+
+# --- which engines there are ---------------------------------------------------------------------
+
+
+class EngineList(FIFOMixin, RequestRouter):  # type: ignore[misc]  # ray's classes are untyped
+    """Notes which replicas there are. Requests that come by the handle go to any of them."""
+
+    def initialize_state(self, **_: Any) -> None:
+        pass
+
+    def update_replicas(self, running: list[Any]) -> None:
+        super().update_replicas(running)
+        told = {each.replica_id.unique_id: dict(each.replica_metadata) for each in running}
+        replicas.LISTS.put(str(self._deployment_id), told)
+
+    async def choose_replicas(
+        self, candidate_replicas: list[Any], pending_request: Any = None
+    ) -> list[list[Any]]:
+        return [candidate_replicas]
+
+
+# --- replicas ------------------------------------------------------------------------------------
+
+
+class Engine:
+    """Runs `lookonce serve` as long as this replica lives."""
+
+    def __init__(self, given: dict[str, Any], fleet: dict[str, Any]) -> None:
+        self._group = msgspec.convert(given, EngineGroup)
+        config = msgspec.convert(fleet, FleetConfig)
+        self._drain_timeout = config.drain_timeout
+        self._folder = tempfile.TemporaryDirectory(prefix="lookonce-engine-")
+        local = config.address is None
+        host = "127.0.0.1" if local else ray.util.get_node_ip_address()
+        self._events, self._replay = self._event_addresses(host, local=local)
+        events = f"{self._events}?replay={self._replay}"
+        line = [
+            *(sys.executable, "-m", "lookonce.cli.main", "serve", self._group.model),
+            *("--served-model-name", self._group.name, "--host", host, "--port", "0"),
+            *("--events", events),
+            *(("--api-key-file", config.api_key_file) if config.api_key_file else ()),
+            *self._group.options,
+        ]
+        self._process = subprocess.Popen(
+            line,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **self._group.environment},
+            start_new_session=True,
+            preexec_fn=_end_with_parent,
+        )
+        self._http = self._wait_ready()
+
+    def _event_addresses(self, host: str, *, local: bool) -> tuple[str, str]:
+        if local:
+            return f"ipc://{self._folder.name}/events", f"ipc://{self._folder.name}/replay"
+        with socket.create_server((host, 0)) as one, socket.create_server((host, 0)) as two:
+            ports = one.getsockname()[1], two.getsockname()[1]
+        return f"tcp://{host}:{ports[0]}", f"tcp://{host}:{ports[1]}"
+
+    def _wait_ready(self) -> str:
+        """`HOST:PORT` of the server. Raises `RuntimeError` if it does not start."""
+        assert self._process.stdout is not None
+        deadline = time.monotonic() + START_SECONDS
+        for text in self._process.stdout:
+            found = SERVING.match(text.strip())
+            if found:
+                threading.Thread(target=self._process.stdout.read, daemon=True).start()
+                return found[1]
+            if time.monotonic() > deadline:
+                break
+        self._stop()
+        raise RuntimeError(f"the engine of {self._group.name} did not start; see its log")
+
+    def record_replica_metadata(self) -> dict[str, Any]:
+        """Where this engine is, for `EngineList`."""
+        address = EngineAddress("", self._group.name, self._http, self._events, self._replay)
+        told: dict[str, Any] = msgspec.to_builtins(address)
+        return told
+
+    def check_health(self) -> None:
+        """Raises once the server has ended; it replaces its own processes by itself."""
+        if self._process.poll() is not None:
+            raise RuntimeError(f"lookonce serve ended with status {self._process.returncode}")
+
+    def pid(self) -> int:
+        """Of `lookonce serve`."""
+        return self._process.pid
+
+    def __del__(self) -> None:
+        """Drain: what is being answered is finished."""
+        with contextlib.suppress(AttributeError):
+            self._stop()
+
+    def _stop(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(signal.SIGTERM)
+        try:
+            self._process.wait(self._drain_timeout + 10.0)
+        except subprocess.TimeoutExpired:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._folder.cleanup()
+
+
+def _end_with_parent() -> None:
+    """In a new process: SIGTERM comes when the thread that started it has ended."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+class FrontendReplica:
+    """Serves the fleet's HTTP, from this replica's process."""
+
+    def __init__(self, fleet: dict[str, Any], **handles: Any) -> None:
+        """`handles`: one of each group of engines."""
+        self._config = msgspec.convert(fleet, FleetConfig)
+        self._handles = handles
+        self._started = threading.Event()
+        self._failure: BaseException | None = None
+        self._address = ""
+        for handle in handles.values():
+            handle._init()  # begins to follow the deployment's replicas
+        self._thread = threading.Thread(target=self._run, name="frontend", daemon=True)
+        self._thread.start()
+        self._started.wait()
+        if self._failure is not None:
+            raise self._failure
+
+    def _run(self) -> None:
+        """A thread and an event loop of its own: Ray's work does not delay clients."""
+        try:
+            asyncio.run(self._serve())
+        except BaseException as error:
+            self._failure = error
+            logger.exception("the front-end ended")
+        finally:
+            self._started.set()
+
+    async def _serve(self) -> None:
+        config = self._config
+        options = Options(host=config.host, port=config.port, api_key_file=config.api_key_file)
+        server_config = resolve(options).server
+        fleet = Fleet(Router(), first_key(config.api_key_file))
+        frontend = Frontend(fleet, server_config)
+        self._server = FrontendServer(frontend, server_config)
+        self._loop = asyncio.get_running_loop()
+
+        def update() -> None:
+            fleet.update(
+                {
+                    name: msgspec.structs.replace(msgspec.convert(told, EngineAddress), name=name)
+                    for name, told in replicas.LISTS.all().items()
+                    if told
+                }
+            )
+
+        def on_change() -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                self._loop.call_soon_threadsafe(update)
+
+        replicas.LISTS.on_change = on_change
+        update()
+        with listening(config.host, config.port) as listener:
+            self._address = "{}:{}".format(*listener.getsockname()[:2])
+            self._started.set()
+            await self._server.serve(sockets=[listener])
+        fleet.close()
+
+    def check_health(self) -> None:
+        if not self._thread.is_alive():
+            raise RuntimeError("the front-end's server has ended")
+
+    def address(self) -> str:
+        """`HOST:PORT` that it listens on."""
+        return self._address
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def __del__(self) -> None:
+        """Drain."""
+        with contextlib.suppress(AttributeError, RuntimeError):
+            asyncio.run_coroutine_threadsafe(self._server.stop(), self._loop)
+            self._thread.join(self._config.drain_timeout + 5.0)
+
+
+def first_key(path: str | None) -> str | None:
+    """A key of the file, by which a front-end asks engines what they serve."""
+    if path is None:
+        return None
+    for text in Path(path).read_text(encoding="utf-8").splitlines():
+        if text.strip() and not text.startswith("#"):
+            parts = text.strip().split(":")
+            return parts[0] if len(parts) == 1 else parts[1]
+    return None
+
+
+def listening(host: str, port: int) -> socket.socket:
+    """Front-ends of one machine share the port: the kernel divides connections among them."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    listener.bind((host, port))
+    listener.listen(2048)
+    return listener
+
+
+# --- the application -----------------------------------------------------------------------------
+
+
+def application(config: FleetConfig) -> Any:
+    """The Ray Serve application; also for `serve run` and KubeRay."""
+    fleet = msgspec.to_builtins(config)
+    common: dict[str, Any] = {
+        "health_check_period_s": HEALTH_SECONDS,
+        "health_check_timeout_s": 30.0,
+        "graceful_shutdown_timeout_s": config.drain_timeout + 20.0,
+        "graceful_shutdown_wait_loop_s": 0.5,
+    }
+    handles = {}
+    for number, group in enumerate(config.groups):
+        deployment = serve.deployment(
+            name=f"{ENGINE}-{number}",
+            num_replicas=group.engines,
+            ray_actor_options={"num_cpus": group.cpus, "num_gpus": group.gpus},
+            request_router_config=RequestRouterConfig(request_router_class=EngineList),
+            **common,
+        )(Engine)
+        handles[f"group_{number}"] = deployment.bind(msgspec.to_builtins(group), fleet)
+    frontend = serve.deployment(
+        name=FRONTEND,
+        num_replicas=config.frontends,
+        ray_actor_options={"num_cpus": 0},
+        **common,
+    )(FrontendReplica)
+    return frontend.bind(fleet, **handles)
+
+
+class RunningFleet:
+    """A fleet on a local Ray that starts with it, or on a cluster."""
+
+    def __init__(self, config: FleetConfig) -> None:
+        self._local = config.address is None
+        if config.port == 0:
+            with socket.create_server((config.host, 0)) as probe:
+                config = msgspec.structs.replace(config, port=probe.getsockname()[1])
+        self.config = config
+        os.environ.setdefault("RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP", "1")
+        ray.init(
+            address=config.address,
+            namespace="lookonce",
+            include_dashboard=False if self._local else None,
+            log_to_driver=True,
+            logging_level=logging.WARNING,
+            ignore_reinit_error=True,
+        )
+        serve.start(proxy_location="Disabled")
+        self.apply(config)
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.config.host}:{self.config.port}"
+
+    def apply(self, config: FleetConfig) -> None:
+        """Make the fleet what `config` says, and wait until it is: numbers are changed by adding
+        and draining, other changes by replacing one replica after the other."""
+        self.config = msgspec.structs.replace(config, port=self.config.port)
+        serve.run(application(self.config), name=APPLICATION, route_prefix=None)
+
+    def close(self) -> None:
+        """Drain everything and end it."""
+        with contextlib.suppress(Exception):
+            serve.delete(APPLICATION)
+        if self._local:
+            serve.shutdown()
+        ray.shutdown()

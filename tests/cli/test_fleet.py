@@ -1,0 +1,70 @@
+"""`lookonce fleet`: what stands in its file and on its command line, before Ray is started."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lookonce.cli import fleet
+from lookonce.cli.fleet import read_fleet, run_fleet
+from lookonce.errors import ConfigError
+
+
+def written(folder: Path, text: str) -> str:
+    file = folder / "fleet.yaml"
+    file.write_text(text)
+    return str(file)
+
+
+def test_a_file_says_what_a_fleet_consists_of(tmp_path: Path) -> None:
+    path = written(
+        tmp_path,
+        "port: 9000\nfrontends: 2\nmodels:\n"
+        "- {model: nano, engines: 3, options: {max-num-seqs: 4, prefix-caching: false,"
+        " kv-tier: ['host:1GB', 'disk:/x:1GB']}}\n"
+        "- {model: nano-ear, name: ear, gpus: 0.5}\n",
+    )
+    config = read_fleet(path, {"port": 9001})
+    assert (config.port, config.frontends) == (9001, 2)
+    nano, ear = config.groups
+    assert (nano.name, nano.engines) == ("nano", 3)
+    assert nano.options == (
+        *("--max-num-seqs", "4", "--no-prefix-caching"),
+        *("--kv-tier", "host:1GB", "--kv-tier", "disk:/x:1GB"),
+    )
+    assert (ear.name, ear.model, ear.engines, ear.gpus) == ("ear", "nano-ear", 1, 0.5)
+    assert read_fleet(path, {"engines": 2}).groups[1].engines == 2
+
+
+def test_without_a_file_it_is_one_model() -> None:
+    config = read_fleet(None, {"model": "folder", "engines": 4})
+    assert [(g.name, g.model, g.engines) for g in config.groups] == [("folder", "folder", 4)]
+    assert read_fleet(None, {}).groups[0].name == "nano"
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("modles: []", "'modles'"),
+        ("models: 3", "models is a list"),
+        ("models: [{model: nano, engine: 2}]", r"models\[0\]: there is no 'engine'"),
+        ("models: [{options: {max-nums-seqs: 2}}]", "did you mean max_num_seqs"),
+        ("models: [{options: {port: 2}}]", "does not take port"),
+        ("models: [{model: nano}, {model: x, name: nano}]", "two models have one name"),
+        ("models: [{engines: 0}]", "at least 1 engine"),
+        ("models: [{engines: many}]", "engines"),
+        ("frontends: 0", "frontends is at least 1"),
+        ("- x", "not a list of OPTION"),
+        ("{", "is not YAML"),
+    ],
+)
+def test_a_mistake_is_named(tmp_path: Path, text: str, named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        read_fleet(written(tmp_path, text), {})
+
+
+def test_without_ray_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet, "_is_installed", lambda module: module != "ray.serve")
+    with pytest.raises(ConfigError, match=r"pip install 'lookonce\[fleet\]'"):
+        run_fleet(None, {})
