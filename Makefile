@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 SERVES := $(VENV)/.serves
 STAMP := $(VENV)/.installed
 
-.PHONY: setup serve wheel test test-models test-lmcache test-page test-openapi test-clients test-open-webui test-fleet test-whisper test-alerts test-otel check structure format attack fuzz soak clean
+.PHONY: setup serve wheel test test-models test-lmcache test-page page-pictures test-openapi test-clients test-open-webui test-fleet test-whisper test-alerts test-otel check structure format attack fuzz soak clean
 
 # Tests run side by side, so numeric libraries get one thread each in them; a server uses all cores.
 check test test-lmcache test-page test-openapi test-clients test-open-webui test-fleet test-whisper test-alerts test-otel attack fuzz soak: export OMP_NUM_THREADS ?= 1
@@ -91,6 +91,12 @@ test-page: $(STAMP)
 	@$(PIP) "playwright>=1.50,<2" "axe-playwright-python>=0.1.8,<0.2"
 	@command -v chromium >/dev/null || apt-get install --yes --quiet chromium || true
 	@$(BIN)/python -m pytest tests/page -rs
+
+# The pictures of the page in docs/, taken anew.
+page-pictures: $(STAMP)
+	@$(PIP) "playwright>=1.50,<2"
+	@command -v chromium >/dev/null || apt-get install --yes --quiet chromium || true
+	@$(BIN)/python tools/page_picture.py docs --lookonce $(BIN)/lookonce
 
 # Every route with requests that Schemathesis generates.
 test-openapi: $(STAMP)

@@ -76,6 +76,7 @@ def test_every_command_has_a_heading(capsys):
     app(["--help"], standalone_mode=False)
     text = capsys.readouterr().out
     assert "Other:" not in text
+    assert not [line for line in text.splitlines()[1:] if line.endswith("...")]  # none is cut
     assert all(f"{heading}:" in text for heading in COMMANDS)
 
 
