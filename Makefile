@@ -110,7 +110,7 @@ CLIENTS := tests/clients
 CLIENT_TESTS := $(CLIENTS) $(addprefix tests/end_to_end/test_,openai_client.py responses.py documents.py)
 # What clients leave open when they end is no fault of ours.
 CLIENT_OPTIONS := -rs -W ignore::ResourceWarning -W ignore::pytest.PytestUnraisableExceptionWarning
-CLIENTS_TABLE = $(CLIENTS_VENV)/bin/python tools/clients_table.py .venv-*/clients.xml > docs/clients.md
+CLIENTS_TABLE = $(CLIENTS_VENV)/bin/python tools/clients_table.py .venv-*/clients.xml
 
 $(CLIENTS_VENV)/.installed: $(STAMP) $(CLIENTS)/requirements.txt $(CLIENTS)/constraints.txt $(CLIENTS)/node/package.json
 	@test -x $(CLIENTS_VENV)/bin/python || $(BIN)/python -m venv $(CLIENTS_VENV)

@@ -60,7 +60,7 @@ class SpladeHead(SparseHead):
         self._saturations = saturations
 
     def weights(self, hidden: Tensor, token_ids: Tensor) -> Tensor:
-        highest = [self._logits(rows).amax(0) for rows in hidden.split(LOGIT_ROWS)]
+        highest = [self._logits(rows).amax(0) for rows in torch.split(hidden, LOGIT_ROWS)]
         found = torch.stack(highest).amax(0).float().relu()
         for _ in range(self._saturations):
             found = found.log1p()
@@ -119,10 +119,11 @@ class Pooler:
             row += chunk.num_tokens
             prompt = self._prompts[chunk.seq_id]
             is_end = end == len(prompt)
-            if self._sparse is not None:
-                part = self._sparse.weights(rows, prompt[chunk.start : end])
-            else:
-                part = self._part(rows, is_start=chunk.start == 0, is_end=is_end)
+            part = (
+                self._part(rows, is_start=chunk.start == 0, is_end=is_end)
+                if self._sparse is None
+                else self._sparse.weights(rows, prompt[chunk.start : end])
+            )
             if part is not None:
                 self._parts[chunk.seq_id][chunk.start] = part
             if is_end:
