@@ -2,8 +2,9 @@
 
     python tools/clients_table.py RESULTS.xml...
 
-A client that was not run keeps its row. Each `RESULTS.xml` is what `pytest --junitxml` wrote; `make test-clients` does both. Versions are
-those of the environment that this runs in, of `tests/clients/node`, and of `.venv-open-webui`.
+A client that was not run keeps its row. Each `RESULTS.xml` is what `pytest --junitxml` wrote; `make
+test-clients` does both. Versions are those of the environment that this runs in, of
+`tests/clients/node`, and of `.venv-open-webui`.
 """
 
 import json

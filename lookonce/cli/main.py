@@ -330,13 +330,30 @@ def _run(arguments: list[str]) -> int:
     try:
         return int(app(arguments, standalone_mode=False) or 0)
     except UsageError as error:
-        return _complain(error.format_message(), 2)  # type: ignore[attr-defined]
+        return _complain(_usage_message(error), 2)
     except ConfigError as error:
         return _complain(error.message, 2)
     except LookOnceError as error:
         return _complain(error.message, 1)
     except (KeyboardInterrupt, typer.Abort):
         return 130
+
+
+WANTED = {"int": "a whole number", "float": "a number", "bool": "true or false"}
+"""How pydantic's names of errors begin, which reads values for typer → what the value should be."""
+
+
+def _usage_message(error: Any) -> str:
+    """What click says; of a value of the wrong kind also the value, and where it stands."""
+    found: list[dict[str, Any]] = getattr(error.__cause__, "errors", list)()
+    wanted = WANTED.get(found[0]["type"].partition("_")[0]) if found else None
+    if wanted is None or not getattr(error, "param", None):
+        return str(error.format_message())
+    name = error.param.name
+    place = {"ENVIRONMENT": f" ({variable_of(name)})", "DEFAULT_MAP": " (in the file of --config)"}
+    where = place.get(error.ctx.get_parameter_source(name).name, "")
+    value = str(found[0]["input"])
+    return f"--{name.replace('_', '-')} must be {wanted}, got {value!r:.60}{where}"
 
 
 def _complain(message: str, status: int) -> int:
