@@ -52,7 +52,9 @@ def main() -> None:
             traffic.start()
             traffic.join()
             talk(page)
-            page.screenshot(path=chosen.target / f"{name}.png")
+            picture = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
+            kept = picture.quantize(256, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+            kept.save(chosen.target / f"{name}.png", optimize=True)
             page.close()
         browser.close()
 
