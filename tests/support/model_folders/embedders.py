@@ -109,7 +109,7 @@ def _add_sparse_linear(folder: Path) -> None:
     hidden = _hidden_size(folder)
     weights = {
         "weight": torch.randn(1, hidden, generator=generator) / hidden**0.5,
-        "bias": torch.full((1,), 0.05),
+        "bias": torch.full((1,), 2.9),  # weights of both signs
     }
     save_file(weights, folder / "sparse_linear.safetensors")
 
