@@ -76,12 +76,14 @@ def compare() -> None:
 def serve() -> str:
     """What `lookonce serve` of this environment says of the picture."""
     command = [Path(sys.prefix) / "bin" / "lookonce", "serve", "--port", "0"]
-    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    log = Path("serve.log")
+    with log.open("wb") as stderr:
+        server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True)
     try:
         line = server.stdout.readline() if server.stdout else ""
         found = re.search(r"http://\S+", line)
         if found is None:
-            sys.exit("lookonce serve does not say where it listens")
+            sys.exit(f"lookonce serve does not say where it listens\n{log.read_text()}")
         body = {
             "messages": [{"role": "user", "content": shown()}],
             "temperature": 0,
