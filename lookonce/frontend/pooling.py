@@ -111,7 +111,7 @@ def overlap(first: Floats, second: Floats) -> float:
     return float(first[left, 1] @ second[right, 1])
 
 
-def encoded(found: Floats, encoding_format: str) -> list[float] | str:
+def encoded(found: Floats, encoding_format: str | None) -> list[float] | str:
     """One vector [W] as a client asked for it."""
     if encoding_format == "base64":
         return base64_of(found)

@@ -135,8 +135,8 @@ class Reasoning(msgspec.Struct, kw_only=True):
 
 
 class StreamOptions(msgspec.Struct):
-    include_usage: bool = False
-    continuous_usage_stats: bool = False
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
     """vLLM's: with `include_usage`, every chunk has the usage so far."""
     include_obfuscation: bool | None = None
     """OpenAI's padding of events, which is never added here."""
@@ -220,7 +220,8 @@ class EmbeddingsRequest(PoolingFields, kw_only=True):
     """A text, token ids, or a list of either."""
     messages: list[dict[str, Any]] | None = None
     """One input, in which media may be."""
-    encoding_format: Literal["float", "base64"] = "float"
+    encoding_format: Literal["float", "base64"] | None = None
+    """None: float."""
     dimensions: int | None = None
     """Leading numbers of each vector to keep."""
     normalize: bool | None = None
@@ -262,7 +263,8 @@ class RerankRequest(PoolingFields, kw_only=True):
     query: Compared
     documents: list[Compared]
     top_n: int | None = None
-    return_documents: bool = True
+    return_documents: bool | None = None
+    """None: as true."""
 
     rank_fields: Raw = NOTHING
     max_chunks_per_doc: Raw = NOTHING

@@ -20,6 +20,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import secrets
 import sqlite3
 import time
 from bisect import bisect_right
@@ -395,13 +396,16 @@ class ResponseDatabase:
             self._sql.execute("UPDATE owners SET body = ? WHERE number = ?", (body, owner))
             self._make_room(owner)
 
-    def add_to_conversation(self, tenant: str, conversation_id: str, items: Sequence[Json]) -> None:
-        """Raises `NotFoundError`, `TooLargeError`."""
+    def add_to_conversation(
+        self, tenant: str, conversation_id: str, items: Sequence[Json]
+    ) -> list[Json]:
+        """The items with the ids that they have now. Raises `NotFoundError`, `TooLargeError`."""
         with self._transaction():
             owner = self._find(tenant, "conversation", conversation_id, "conversation_id")
             self._touch(owner)
-            self._add_items(tenant, owner, items, at=self._end(owner))
+            added = self._add_items(tenant, owner, items, at=self._end(owner))
             self._make_room(owner)
+            return added
 
     def conversation_item(self, tenant: str, conversation_id: str, item_id: str) -> Json:
         """Raises `NotFoundError`."""
@@ -554,7 +558,8 @@ class ResponseDatabase:
 
     def _add_items(
         self, tenant: str, owner: int, items: Sequence[Json], *, at: int, output: bool = False
-    ) -> None:
+    ) -> list[Json]:
+        """The items as they were added: one whose id another of the owner has gets a new one."""
         held = self._number("SELECT count(*) FROM entries WHERE owner = ?", owner)
         if held + len(items) > MOST_ENTRIES:
             raise TooLargeError(
@@ -562,6 +567,7 @@ class ResponseDatabase:
                 param="input",
             )
         size = 0
+        items = self._with_new_ids(owner, items)
         for position, item in enumerate(items, at):
             blobs: set[int] = set()
             try:
@@ -586,6 +592,24 @@ class ResponseDatabase:
                 "INSERT INTO entries VALUES (?, ?, ?, ?)",
                 (owner, position, added.lastrowid, output),
             )
+        return items
+
+    def _with_new_ids(self, owner: int, items: Sequence[Json]) -> list[Json]:
+        """A client may send an item again under its id. Pages follow the item that `after` names,
+        so an id stands for one item of an owner."""
+        rows = self._sql.execute(
+            "SELECT items.id FROM entries JOIN items ON items.number = item WHERE owner = ?",
+            (owner,),
+        )
+        taken = {row[0] for row in rows}
+        result = []
+        for item in items:
+            if item["id"] in taken:
+                kind = item["id"].partition("_")[0]
+                item = {**item, "id": f"{kind[:16]}_{secrets.token_hex(16)}"}
+            taken.add(item["id"])
+            result.append(item)
+        return result
 
     def _without_long_texts(self, tenant: str, value: Any, blobs: set[int]) -> Any:
         """`value` with a blob's number for each long text; the numbers are added to `blobs`. A text

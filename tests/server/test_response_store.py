@@ -208,6 +208,26 @@ def test_pages_follow_each_other(database):
         database.page("t", "conversation", "c1", after="nothing")
 
 
+def test_an_item_that_is_sent_again_gets_an_id_of_its_own_so_that_pages_end(database):
+    database.create_conversation("t", "c1", b"{}", [item(str(n)) for n in range(3)])
+    again = database.add_to_conversation("t", "c1", [item(str(n), "y") for n in range(3)])
+    assert [each["content"] for each in again] == ["y"] * 3
+    ids, after = [], None
+    for _ in range(3):
+        found, more = database.page(
+            "t", "conversation", "c1", after=after, limit=2, descending=False
+        )
+        ids += [each["id"] for each in found]
+        after = ids[-1]
+    assert not more
+    assert ids == ["0", "1", "2", *(each["id"] for each in again)]
+    assert len(set(ids)) == 6
+    answer(database, "r1", [item("a"), item("a")])
+    answer(database, "r2", [item("a")], Origin("response", "r1"))
+    context = database.context("t", Origin("response", "r2"))
+    assert len({each["id"] for each in context}) == len(context) == 5
+
+
 def test_a_response_shows_its_input_and_not_its_output(database):
     answer(database, "r1", [item("a")])
     answer(database, "r2", [item("b")], Origin("response", "r1"))

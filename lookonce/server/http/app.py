@@ -160,7 +160,8 @@ ERROR_SHAPES: dict[str, DescribeError] = {
     "/v1/messages": anthropic_error,
     "/v1/messages/count_tokens": anthropic_error,
 }
-"""Path → the body of its errors; OpenAI's shape for any other."""
+"""Path → the body of its errors; OpenAI's shape for any other. Clients of these paths look for the
+request's id in the header `request-id`, beside OpenAI's `x-request-id`."""
 
 CLIENT_LEFT_STATUS = 499
 INTERNAL_ERROR = 1011
@@ -380,6 +381,8 @@ class _ResponseSender:
                 self._responses[str(self.status)] += 1
             request_id = (b"x-request-id", self._state["request_id"].encode("ascii"))
             message["headers"] = [*message.get("headers", ()), request_id, *self.headers]
+            if self._scope["path"] in ERROR_SHAPES:
+                message["headers"].append((b"request-id", request_id[1]))
             if (usage := self._state.get("usage")) is not None:
                 message["headers"] += usage.headers()
             if (warning := self._state.get("warning")) is not None:

@@ -118,8 +118,8 @@ async def add_conversation_items(request: Request) -> Response:
     body = await receive(request, ConversationItemsRequest)
     items = await _checked(request, body.items)
     with renaming_errors(_items_name):
-        await store.call(ResponseDatabase.add_to_conversation, tenant, _id(request), items)
-    return json_response(item_list(items))
+        added = await store.call(ResponseDatabase.add_to_conversation, tenant, _id(request), items)
+    return json_response(item_list(added))
 
 
 async def show_conversation_item(request: Request) -> Response:

@@ -476,7 +476,7 @@ class RerankBuilder(ComparingBuilder):
             RankedDocument(index=index, relevance_score=scores[index])
             for index in ranked(scores, self.body.top_n)
         ]
-        if self.body.return_documents:
+        if self.body.return_documents is not False:
             for result in results:
                 given = self.body.documents[result.index]
                 result.document = {"text": given} if isinstance(given, str) else given
