@@ -31,6 +31,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 from itertools import accumulate
 from pathlib import Path
+from threading import Lock
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 import msgspec
@@ -43,6 +44,7 @@ from lookonce.errors import (
     TooLargeError,
     UnavailableError,
 )
+from lookonce.types.fair_queue import FairQueue
 
 logger = logging.getLogger("lookonce.server")
 
@@ -677,50 +679,73 @@ def _statements(script: str) -> Iterator[str]:
 
 
 class ResponseStore:
-    """A `ResponseDatabase` in a thread of its own."""
+    """A `ResponseDatabase` in a thread of its own, in which tenants take turns: one that reads much
+    keeps another waiting for one operation, not for all of its own."""
 
     def __init__(self, database: ResponseDatabase) -> None:
         self._database = database
         self._thread = ThreadPoolExecutor(1, "response-store")
+        self._waiting: FairQueue[Callable[[], None]] = FairQueue(1.0)
+        self._lock = Lock()
+        """Of `_waiting`."""
 
     async def call(
         self,
-        method: Callable[Concatenate[ResponseDatabase, P], T],
+        method: Callable[Concatenate[ResponseDatabase, str, P], T],
+        tenant: str,
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> T:
         """Raises what `method` raises; `UnavailableError` where the file cannot be used."""
-        return await asyncio.wrap_future(self._submit(method, *args, **kwargs))
+        work = self._submit(tenant, lambda database: method(database, tenant, *args, **kwargs))
+        return await asyncio.wrap_future(work)
 
     def later(
         self,
-        method: Callable[Concatenate[ResponseDatabase, P], T],
+        method: Callable[Concatenate[ResponseDatabase, str, P], T],
+        tenant: str,
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> None:
         """The same without waiting; failures are logged."""
-        self._submit(method, *args, **kwargs)
+        self._submit(tenant, lambda database: method(database, tenant, *args, **kwargs))
 
-    def _submit(
-        self,
-        method: Callable[Concatenate[ResponseDatabase, P], T],
-        *args: P.args,
-        **kwargs: P.kwargs,
-    ) -> Future[T]:
-        def run() -> T:
+    async def sweep(self) -> None:
+        """Raises `UnavailableError`."""
+        await asyncio.wrap_future(self._submit("", ResponseDatabase.sweep))
+
+    def _submit(self, tenant: str, work: Callable[[ResponseDatabase], T]) -> Future[T]:
+        """Operations of one tenant keep their order."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
             try:
-                return method(self._database, *args, **kwargs)
+                future.set_result(work(self._database))
             except sqlite3.Error as error:
                 logger.error("stored responses cannot be used: %s", error)
-                raise UnavailableError("stored responses cannot be used now") from error
+                future.set_exception(UnavailableError("stored responses cannot be used now"))
+            except BaseException as error:  # noqa: BLE001 - raised where the result is waited for
+                future.set_exception(error)
 
-        return self._thread.submit(run)
+        with self._lock:
+            self._waiting.push(tenant, run, 1.0)
+        self._thread.submit(self._run_next)
+        return future
+
+    def _run_next(self) -> None:
+        with self._lock:
+            found = self._waiting.pop()
+        if found is not None:
+            _, run = found
+            run()
 
     async def sweep_forever(self) -> None:
         while True:
             await asyncio.sleep(SWEEP_SECONDS)
             with suppress(UnavailableError):
-                await self.call(ResponseDatabase.sweep)
+                await self.sweep()
 
     def close(self) -> None:
         self._thread.shutdown()
@@ -746,7 +771,7 @@ async def open_response_store(
     )
     store = ResponseStore(database)
     try:
-        await store.call(ResponseDatabase.sweep)
+        await store.sweep()
         sweeper = asyncio.create_task(store.sweep_forever())
         try:
             yield store

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import sqlite3
 import tempfile
+import threading
 from contextlib import closing
 from pathlib import Path
 
@@ -15,7 +17,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from lookonce.errors import BadRequestError, ConfigError, NotFoundError, TooLargeError
 from lookonce.server import response_store
-from lookonce.server.response_store import Origin, ResponseDatabase
+from lookonce.server.response_store import Origin, ResponseDatabase, ResponseStore
 
 PICTURE = "data:image/png;base64," + "A" * 5000
 
@@ -283,6 +285,29 @@ def test_another_file_is_not_touched(tmp_path):
         opened(tmp_path / "text")
     with pytest.raises(ConfigError):
         opened(tmp_path / "none" / "s")
+
+
+def test_a_tenant_waits_for_one_operation_of_another_and_not_for_all(database):
+    async def scenario():
+        store, begun, done = ResponseStore(database), threading.Event(), []
+
+        def work(_, tenant, number):
+            begun.wait()
+            done.append(f"{tenant}{number}")
+
+        many = [asyncio.ensure_future(store.call(work, "t", number)) for number in range(6)]
+        await asyncio.sleep(0)
+        few = [asyncio.ensure_future(store.call(work, "u", number)) for number in range(2)]
+        await asyncio.sleep(0)
+        begun.set()
+        await asyncio.gather(*many, *few)
+        store.close()
+        return done
+
+    done = asyncio.run(scenario())
+    assert done.index("u0") <= 2
+    assert done.index("u1") <= 4
+    assert [each for each in done if each[0] == "t"] == [f"t{number}" for number in range(6)]
 
 
 class Sharing(RuleBasedStateMachine):
