@@ -22,7 +22,7 @@ def require_generates(model: ModelInfo) -> None:
     """Raises `BadRequestError` for a model that pools."""
     if model.pooling is not None:
         routes = "/v1/score, /v1/rerank or /pooling"
-        if model.pooling.kind not in ("all", "sparse") and not model.pooling.scores:
+        if model.pooling.embeds:
             routes = "/v1/embeddings"
         kind = "scores" if model.pooling.scores else "embeddings"
         raise BadRequestError(

@@ -205,7 +205,8 @@ class PoolingFields(RefusesUnsupported, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     use_activation: bool | None = None
-    """vLLM's: scores are probabilities (the default), or logits."""
+    """vLLM's: scores are probabilities (the default), or logits; of embeddings it is `normalize`,
+    which comes first."""
 
     priority: Raw = NOTHING
     truncate_prompt_tokens: Raw = NOTHING
@@ -239,7 +240,7 @@ class PoolingRequest(EmbeddingsRequest, kw_only=True):
     """`POST /pooling`: as for embeddings; every vector of an input is answered."""
 
     task: str | None = None
-    """vLLM's: what is wanted; the model has one answer."""
+    """vLLM's: what is wanted, which must be what the model gives."""
 
 
 Compared = str | dict[str, Any]
@@ -263,6 +264,7 @@ class RerankRequest(PoolingFields, kw_only=True):
     query: Compared
     documents: list[Compared]
     top_n: int | None = None
+    """None and, as vLLM's, 0: all."""
     return_documents: bool | None = None
     """None: as true."""
 

@@ -1,6 +1,6 @@
 """`POST /v1/messages` and `/v1/messages/count_tokens`: Anthropic's API, answered as a chat.
 
-system                   a system message
+system                   a system message, without Claude Code's line about billing
 text, image              parts of the same message
 document                 a file part, or its texts and pictures
 tool_use                 a tool call of the assistant's message
@@ -69,6 +69,9 @@ ERROR_TYPES = {
 }
 """Status → Anthropic's error type; any other status is an `api_error`."""
 STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
+BILLING = "x-anthropic-billing-header"
+"""How a system text of Claude Code begins that has a digest of the request. In the prompt it would
+keep every request from finding the prefix of the one before."""
 THINKS = {"enabled": True, "adaptive": True, "disabled": False}
 """Type of `thinking` → whether the model thinks; any other is ignored."""
 
@@ -116,6 +119,8 @@ class CountTokensRequest(msgspec.Struct, kw_only=True):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     cache_control: Any = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    """vLLM's: variables of the chat template, which come before those of `thinking`."""
 
     def asked_controls(self) -> dict[str, Any]:
         """How much the model thinks and says, by the request's names."""
@@ -252,6 +257,7 @@ def _chat_request(asked: CountTokensRequest, read: ReadInput) -> ChatRequest:
         tool_choice=choice if asked.tools else None,
         parallel_tool_calls=parallel,
         response_format=_format(asked.output_config),
+        chat_template_kwargs=asked.chat_template_kwargs,
         add_generation_prompt=not continues,
         continue_final_message=continues,
     )
@@ -311,8 +317,8 @@ def _choice(choice: AnthropicToolChoice | None) -> tuple[ToolChoice, bool]:
 def read_messages(asked: CountTokensRequest) -> ReadInput:
     """The messages of a chat. Raises `BadRequestError` naming the block at fault."""
     read = ReadInput()
-    if asked.system:
-        read.add({"role": "system", "content": _texts(asked.system)}, "system")
+    if system := _texts(asked.system or ""):
+        read.add({"role": "system", "content": system}, "system")
     for number, message in enumerate(asked.messages):
         param = f"messages[{number}]"
         role, content = message.get("role"), message.get("content")
@@ -337,7 +343,8 @@ def _texts(system: str | list[Json]) -> str:
         if block.get("type") != "text" or not isinstance(block.get("text"), str):
             param = f"system[{number}]"
             raise BadRequestError(f"{param}: only blocks of text are served", param=param)
-        texts.append(block["text"])
+        if not block["text"].startswith(BILLING):
+            texts.append(block["text"])
     return "\n".join(texts)
 
 

@@ -127,6 +127,17 @@ def test_results_reach_the_template_as_tool_messages(on_site):
     on_site(scenario)
 
 
+def test_what_claude_code_puts_into_the_system_prompt_for_billing_is_left_out():
+    system = [
+        {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1; cch=5b1e7;"},
+        {"type": "text", "text": "Be short."},
+    ]
+    asked = CountTokensRequest(messages=HELLO["messages"], system=system)
+    assert read_messages(asked).messages[0] == {"role": "system", "content": "Be short."}
+    asked = CountTokensRequest(messages=HELLO["messages"], system=system[:1])
+    assert [each["role"] for each in read_messages(asked).messages] == ["user"]
+
+
 def test_a_schema_of_output_config_holds_and_errors_name_it(on_site):
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
 
