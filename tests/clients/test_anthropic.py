@@ -5,6 +5,9 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
+import pydantic
 import pytest
 
 from tests.support.documents import as_base64, line, pdf
@@ -107,6 +110,18 @@ def test_tools_are_called_whole_and_streamed(client):
         (call,) = [block for block in message.content if block.type == "tool_use"]
         assert call.name == "get_weather"
         assert call.input["city"] in ("Bern", "Rom")
+
+
+def test_a_plain_pydantic_model_is_parsed(client):
+    class Fruit(pydantic.BaseModel):
+        name: Literal["apple", "pear"]
+        colour: Literal["red", "green"]
+
+    answer = client.messages.parse(
+        model="nano", max_tokens=100, messages=APPLE, output_format=Fruit
+    )
+    assert isinstance(answer.parsed_output, Fruit)
+    assert answer._request_id
 
 
 def test_a_result_is_answered(client):
