@@ -44,7 +44,7 @@ from lookonce.errors import (
     TooLargeError,
     UnavailableError,
 )
-from lookonce.types.fair_queue import FairQueue
+from lookonce.types.fair_queue import FairQueue, TenantWeights
 
 logger = logging.getLogger("lookonce.server")
 
@@ -682,10 +682,10 @@ class ResponseStore:
     """A `ResponseDatabase` in a thread of its own, in which tenants take turns: one that reads much
     keeps another waiting for one operation, not for all of its own."""
 
-    def __init__(self, database: ResponseDatabase) -> None:
+    def __init__(self, database: ResponseDatabase, weights: TenantWeights | None = None) -> None:
         self._database = database
         self._thread = ThreadPoolExecutor(1, "response-store")
-        self._waiting: FairQueue[Callable[[], None]] = FairQueue(1.0)
+        self._waiting: FairQueue[Callable[[], None]] = FairQueue(1.0, weights)
         self._lock = Lock()
         """Of `_waiting`."""
 
@@ -754,7 +754,7 @@ class ResponseStore:
 
 @asynccontextmanager
 async def open_response_store(
-    config: ResponseStoreConfig, folder: Path
+    config: ResponseStoreConfig, folder: Path, weights: TenantWeights
 ) -> AsyncIterator[ResponseStore | None]:
     """In `folder` unless the configuration names a file; None where nothing shall be stored.
 
@@ -769,7 +769,7 @@ async def open_response_store(
         max_age=config.max_age,
         durable=config.file is not None,
     )
-    store = ResponseStore(database)
+    store = ResponseStore(database, weights)
     try:
         await store.sweep()
         sweeper = asyncio.create_task(store.sweep_forever())

@@ -400,7 +400,7 @@ async def open_services(
             open_readonly(frontend.renderer, config.media, reads_headers=False) as warmup_renderer,
             AbortPeers(folder, index, config.server.api_processes, running.abort) as abort_peers,
             VoiceDetectors() as detectors,
-            open_response_store(config.server.responses, folder) as responses,
+            open_response_store(config.server.responses, folder, weights) as responses,
         ):
             services = Services(
                 config=config,
