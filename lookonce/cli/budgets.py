@@ -98,6 +98,8 @@ BUDGETS = (
            "its latest answers are preempted, never its earliest"),
     Budget("stored responses and conversations", _option("response_store_gb"), "GiB", "process",
            "the tenant that has most loses what it used least recently"),
+    Budget("reading and writing stored responses", "turns", "operations", "tenant",
+           "waits for the others' turns"),
     Budget("items of a conversation, or of a response with what it continues", MOST_ENTRIES,
            "items", "request", "413"),
     Budget("stored items that are continued or referred to", LARGEST_CONTEXT, "bytes", "request",

@@ -65,7 +65,7 @@ ENTRY_BYTES = 48
 LARGEST_SHARE = 4
 """New items of one request may have this part of `max_bytes`."""
 LARGEST_CONTEXT = 128 << 20
-LARGEST_PAGE = 32 << 20
+LARGEST_PAGE = 8 << 20
 """Bytes of items that are read at a time: a text that many items share is stored once, but read as
 often as it stands in them."""
 MOST_ENTRIES = 65_536

@@ -156,6 +156,9 @@ UNLIMITED_PATHS = frozenset(
 )
 """Paths of requests that count for no limit: they free what others hold."""
 
+STORED_PATHS = ("/v1/responses/", "/v1/conversations/")
+"""How the paths of stored responses begin: any request of them counts, not POST alone."""
+
 ERROR_SHAPES: dict[str, DescribeError] = {
     "/v1/messages": anthropic_error,
     "/v1/messages/count_tokens": anthropic_error,
@@ -284,7 +287,8 @@ class RequestMiddleware:
         with self._services.drain.serving():
             state = scope["state"]
             state["principal"] = principal = self._services.keys.principal(scope)
-            limited = scope["method"] == "POST" and path not in UNLIMITED_PATHS
+            limited = scope["method"] == "POST" or path.startswith(STORED_PATHS)
+            limited = limited and path not in UNLIMITED_PATHS
             with self._services.admit(principal) if limited else NO_LIMITS as usage:
                 state["usage"] = usage
                 endpoint = self._endpoints.get((scope["method"], path))
