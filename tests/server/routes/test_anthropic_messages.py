@@ -217,7 +217,7 @@ def test_thinking_and_effort_are_the_template_s_or_named_as_ignored(
         ({"role": "assistant", "content": "It is ("}, True),
         ({"role": "assistant", "content": [{"type": "text", "text": "It is ("}]}, True),
         ({"role": "assistant", "content": ""}, False),
-        ({"role": "assistant", "content": [USE]}, False),
+        ({"role": "assistant", "content": [{"type": "text", "text": "It"}, USE]}, False),
         ({"role": "user", "content": "And?"}, False),
     ],
 )
