@@ -561,7 +561,8 @@ class ResponseDatabase:
     def _add_items(
         self, tenant: str, owner: int, items: Sequence[Json], *, at: int, output: bool = False
     ) -> list[Json]:
-        """The items as they were added: one whose id another of the owner has gets a new one."""
+        """The items as they were added: an input whose id another item of the owner has gets a new
+        one."""
         held = self._number("SELECT count(*) FROM entries WHERE owner = ?", owner)
         if held + len(items) > MOST_ENTRIES:
             raise TooLargeError(
@@ -569,8 +570,8 @@ class ResponseDatabase:
                 param="input",
             )
         size = 0
-        items = self._with_new_ids(owner, items)
-        for position, item in enumerate(items, at):
+        added_items = list(items) if output else self._with_new_ids(owner, items)
+        for position, item in enumerate(added_items, at):
             blobs: set[int] = set()
             try:
                 body = msgspec.msgpack.encode(self._without_long_texts(tenant, item, blobs))
@@ -594,7 +595,7 @@ class ResponseDatabase:
                 "INSERT INTO entries VALUES (?, ?, ?, ?)",
                 (owner, position, added.lastrowid, output),
             )
-        return items
+        return added_items
 
     def _with_new_ids(self, owner: int, items: Sequence[Json]) -> list[Json]:
         """A client may send an item again under its id. Pages follow the item that `after` names,
