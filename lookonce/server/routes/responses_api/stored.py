@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import logging
-import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +17,7 @@ from starlette.responses import Response
 from lookonce.errors import BadRequestError, LookOnceError, NotFoundError
 from lookonce.server.http.responses import json_response
 from lookonce.server.response_store import Origin, ResponseDatabase, ResponseStore
-from lookonce.server.routes.responses_api.events import ResponseObject
+from lookonce.server.routes.responses_api.events import ResponseObject, new_id
 from lookonce.server.routes.responses_api.input import Json, ResponsesRequest
 from lookonce.server.services import Principal, Services
 
@@ -45,10 +44,6 @@ class DeletedObject(msgspec.Struct, kw_only=True):
     id: str
     object: str
     deleted: bool = True
-
-
-def new_id(prefix: str) -> str:
-    return f"{prefix}_{secrets.token_hex(16)}"
 
 
 # --- a request that is stored or continues what is stored -----------------------------------------
