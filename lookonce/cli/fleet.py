@@ -138,7 +138,11 @@ def _apply_again(running: Any, path: str | None, overrides: dict[str, Any]) -> N
     except ConfigError as error:
         print(f"SIGHUP: {error.message}; the fleet stays what it was", flush=True)
         return
-    running.apply(config)
+    try:
+        running.apply(config)
+    except RuntimeError as error:
+        print(f"SIGHUP: {error}; what serves goes on", flush=True)
+        return
     names = ", ".join(f"{g.name} ({g.engines})" for g in config.groups)
     print(f"Serving {names} on {running.url}", flush=True)
 

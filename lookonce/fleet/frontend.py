@@ -219,7 +219,6 @@ class Frontend:
         self.draining = False
         self.active = 0
         """Requests that are being served."""
-        self._idle = asyncio.Event()
         self.responses: Counter[int] = Counter()
         self.retried = 0
         self.decision_seconds = 0.0
@@ -235,8 +234,10 @@ class Frontend:
         self.active += 1
         try:
             exchange.added = list(self._guard.admit(scope))
-            asked = self._guard.preflight(scope)
-            if asked is not None and exchange.added:
+            asked = self._guard.preflight(scope) if exchange.added else None
+            if self.draining:  # the client's next request goes to another front-end
+                exchange.added.append((b"connection", b"close"))
+            if asked is not None:
                 await exchange.answer(204, [*asked], b"")
             elif scope["path"] in OWN_PATHS:
                 await self._own(exchange)
@@ -251,27 +252,13 @@ class Frontend:
             logger.exception("a request failed")
             await exchange.refuse(500, "internal", "the front-end failed to serve this request")
         finally:
-            self._end_one()
+            self.active -= 1
             self.responses[exchange.status] += 1
             exchange.close()
-
-    def _end_one(self) -> None:
-        self.active -= 1
-        if not self.active:
-            self._idle.set()
-
-    async def wait_idle(self) -> None:
-        """Until no request is being served."""
-        while self.active:
-            self._idle.clear()
-            await self._idle.wait()
 
     # --- requests for engines --------------------------------------------------------------------
 
     async def _serve(self, exchange: _Exchange) -> None:
-        if self.draining:
-            await exchange.refuse(503, "draining", "this front-end shuts down")
-            return
         body = await exchange.body()
         if body is None:
             await exchange.refuse(413, "too_large", f"a body has at most {MAX_BODY_BYTES} bytes")
@@ -318,9 +305,9 @@ class Frontend:
     async def _route(
         self, exchange: _Exchange, body: bytes, request_id: str, identity: Identity
     ) -> None:
-        """To the engine of the router's choice, and where that one is lost, to another."""
-        router, failed = self._fleet.router, set[str]()
-        bare = any(medium.bare for medium in identity.media)
+        """To the engine of the router's choice. Where that one refuses, to another; where it is
+        lost before its answer has begun, once more."""
+        router, failed, lost = self._fleet.router, set[str](), 0
         while True:
             began = time.perf_counter()
             try:
@@ -330,16 +317,16 @@ class Frontend:
                 return
             self.decision_seconds += time.perf_counter() - began
             self.decisions += 1
-            again = len(failed) < (len(self._fleet.members) if bare else 1)
             try:
-                done = await self._forward(exchange, body, request_id, route, again=again)
+                done = await self._forward(exchange, body, request_id, route)
             except EngineLostError:
                 router.ended(request_id, route, failed=True)
                 if exchange.left:
                     raise _ClientLeft from None
                 if (member := self._fleet.members.get(route.engine.name)) is not None:
                     member.look()
-                if exchange.begun or not again:
+                lost += 1
+                if exchange.begun or lost > 1:
                     await exchange.refuse(503, "engine_dead", "the engine was lost")
                     return
                 done = False
@@ -365,10 +352,10 @@ class Frontend:
         await exchange.refuse(503, "no_engine", "no engine takes requests now")
 
     async def _forward(
-        self, exchange: _Exchange, body: bytes, request_id: str, route: Route, *, again: bool
+        self, exchange: _Exchange, body: bytes, request_id: str, route: Route
     ) -> bool:
         """Send to the route's engine, and hand on its answer. False: nothing was handed on, and
-        another engine may serve the request (only with `again`).
+        another engine may serve the request.
 
         Raises `EngineLostError`; the answer may have begun.
         """
@@ -378,7 +365,7 @@ class Frontend:
         began = time.monotonic()
         async with exchange.asking(member, body, request_id) as answer:
             unknown = answer.status == 422 and any(m.bare for m in route.identity.media)
-            if again and (unknown or answer.status in RETRIED_STATUSES):
+            if unknown or answer.status in RETRIED_STATUSES:
                 exchange.held = answer.status, answer.headers, await answer.body()
                 return False
             exchange.added += [
@@ -547,7 +534,7 @@ class Frontend:
             self._guard.admit(scope)
             route = self._fleet.router.route(exchange.request_id, Identity())
         except (LookOnceError, NoEngineError):
-            self._end_one()
+            self.active -= 1
             await send({"type": "websocket.close", "code": 1013})
             return
         try:
@@ -577,7 +564,7 @@ class Frontend:
         except ConnectionClosed:
             pass
         finally:
-            self._end_one()
+            self.active -= 1
             self._fleet.router.ended(exchange.request_id, route)
 
 

@@ -75,13 +75,22 @@ class RunningFleet:
         until(settled, 300)
 
     def pids(self, command: str) -> list[int]:
-        """Processes of this user with this in their command line."""
-        found = []
+        """Processes of this fleet with this in their command line."""
+        parents: dict[int, int] = {}
+        lines: dict[int, str] = {}
         for folder in Path("/proc").iterdir():
             with contextlib.suppress(OSError):
-                if folder.name.isdigit() and command in (folder / "cmdline").read_bytes().decode():
-                    found.append(int(folder.name))
-        return found
+                if folder.name.isdigit():
+                    state = (folder / "stat").read_text().rpartition(")")[2].split()
+                    line = (folder / "cmdline").read_bytes().replace(b"\0", b" ")
+                    parents[int(folder.name)], lines[int(folder.name)] = int(state[1]), str(line)
+
+        def is_ours(pid: int) -> bool:
+            while pid in parents and pid != self.server.process.pid:
+                pid = parents[pid]
+            return pid == self.server.process.pid
+
+        return [pid for pid, line in lines.items() if command in line and is_ours(pid)]
 
 
 def until(condition: Callable[[], object], seconds: float) -> None:
