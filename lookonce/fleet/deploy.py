@@ -32,6 +32,7 @@ from typing import Any
 
 import msgspec
 import ray
+import uvloop
 from blake3 import blake3
 from ray import serve
 from ray.serve.config import RequestRouterConfig
@@ -188,7 +189,7 @@ class FrontendReplica:
     def _run(self) -> None:
         """A thread and an event loop of its own: Ray's work does not delay clients."""
         try:
-            asyncio.run(self._serve())
+            uvloop.run(self._serve())
         except BaseException as error:
             self._failure = error
             logger.exception("the front-end ended")
