@@ -321,9 +321,8 @@ class RunningFleet:
         self._local = config.address is None
         self._owner: ListenerOwner | None = None
         if self._local:
-            listener = listening(config.host, config.port)
-            config = msgspec.structs.replace(config, port=listener.getsockname()[1])
-            self._owner = ListenerOwner(listener)
+            self._owner = ListenerOwner(listening(config.host, config.port))
+            config = msgspec.structs.replace(config, port=self._owner.port)
         self.config = config
         os.environ.setdefault("RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP", "1")
         ray.init(

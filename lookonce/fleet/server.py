@@ -65,6 +65,10 @@ class ListenerOwner:
         self._door.listen()
         threading.Thread(target=self._run, name="listener-owner", daemon=True).start()
 
+    @property
+    def port(self) -> int:
+        return int(self._listener.getsockname()[1])
+
     def _run(self) -> None:
         while True:
             try:

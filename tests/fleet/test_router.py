@@ -294,6 +294,22 @@ CONTENTS = st.lists(
 )
 
 
+def test_what_a_shared_tier_gives_costs_what_it_takes() -> None:
+    fleet = Fleet("a", "b")
+    asked = identity(chat([picture(b"cat"), {"type": "text", "text": "What? " * 400}]))
+    first = fleet.serve(asked)
+    other = next(e for e in fleet.router.engines.values() if e is not first.engine)
+    without = fleet.serve(asked).next_price
+    assert without > 0.2  # an encoder run and the prompt
+    outputs = {"tier_outputs": 10, "tier_output_seconds": 0.01}
+    fleet.router.apply(other, [load(**outputs)])
+    with_outputs = fleet.serve(asked).next_price
+    assert with_outputs < without - 0.19
+    tokens = {"tier_tokens": 1000, "tier_token_seconds": 0.01}
+    fleet.router.apply(first.engine, [load(**tokens)])  # what one loads, others can
+    assert fleet.serve(asked).next_price < with_outputs / 2
+
+
 class RouterMachine(RuleBasedStateMachine):
     """Requests come and go, engines die and come back: the sums stay right."""
 
