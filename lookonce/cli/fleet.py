@@ -23,7 +23,10 @@ FLEET_KEYS = (
     *("host", "port", "frontends", "api_key_file", "address", "drain_timeout"),
     "models",
 )
-GROUP_KEYS = ("name", "model", "engines", "cpus", "gpus", "environment", "options")
+GROUP_KEYS = (
+    *("name", "model", "engines", "max_engines", "target_wait", "upscale_delay"),
+    *("downscale_delay", "cpus", "gpus", "environment", "options"),
+)
 OWN_OPTIONS = frozenset(
     {
         *("model", "host", "port", "uds", "events", "api_key", "api_key_file"),
@@ -54,6 +57,10 @@ def read_fleet(path: str | None, overrides: dict[str, Any]) -> FleetConfig:
     for group in config.groups:
         if group.engines < 1:
             raise ConfigError(f"{where}: {group.name} needs at least 1 engine")
+        if group.max_engines is not None and group.max_engines < group.engines:
+            raise ConfigError(f"{where}: {group.name} has more engines than max_engines")
+        if group.target_wait <= 0:
+            raise ConfigError(f"{where}: target_wait of {group.name} is above 0")
     if config.frontends < 1:
         raise ConfigError(f"{where}: frontends is at least 1")
     resolve(Options(host=config.host, port=config.port, api_key_file=config.api_key_file))

@@ -35,7 +35,12 @@ import ray
 import uvloop
 from blake3 import blake3
 from ray import serve
-from ray.serve.config import RequestRouterConfig
+from ray.serve.config import (
+    AutoscalingConfig,
+    AutoscalingContext,
+    AutoscalingPolicy,
+    RequestRouterConfig,
+)
 from ray.serve.request_router import FIFOMixin, RequestRouter
 
 from lookonce import __version__
@@ -43,12 +48,16 @@ from lookonce.config import Options, resolve
 from lookonce.fleet import replicas
 from lookonce.fleet.config import EngineGroup, FleetConfig
 from lookonce.fleet.frontend import EngineAddress, Fleet, Frontend
-from lookonce.fleet.router import Router
+from lookonce.fleet.router import QueuePrice, Router, engines_wanted
 from lookonce.fleet.server import FrontendServer, ListenerOwner, listening, shared_listener
+from lookonce.fleet.subscriber import EventSubscriber
 
 logger = logging.getLogger("lookonce.fleet")
 
 APPLICATION = "lookonce"
+QUEUE_PRICE = "queue_price_seconds"
+LOOK_BACK_SECONDS = 10.0
+"""Over which the price is a mean."""
 SURGE_PERCENT = 25
 """Of the replicas, rounded up: so many new ones start before old ones stop. Not where engines have
 GPUs: there may be none to spare."""
@@ -110,7 +119,10 @@ class Engine:
             start_new_session=True,
             preexec_fn=_end_with_parent,
         )
-        self._http = self._wait_ready()
+        http = self._wait_ready()
+        self._address = EngineAddress("", self._group.name, http, self._events, self._replay)
+        self._queue_price = QueuePrice()
+        self._subscriber: EventSubscriber | None = None
 
     def _event_addresses(self, host: str, *, local: bool) -> tuple[str, str]:
         if local:
@@ -135,9 +147,18 @@ class Engine:
 
     def record_replica_metadata(self) -> dict[str, Any]:
         """Where this engine is, for `EngineList`."""
-        address = EngineAddress("", self._group.name, self._http, self._events, self._replay)
-        told: dict[str, Any] = msgspec.to_builtins(address)
+        told: dict[str, Any] = msgspec.to_builtins(self._address)
         return told
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """The price of its queue, for `QueuePolicy`; asked for where the group has a
+        `max_engines`, and followed from then on."""
+        if self._subscriber is None:
+            topic = self._address.events_topic
+            self._subscriber = EventSubscriber(
+                self._events, self._replay, topic, self._queue_price.apply
+            )
+        return {QUEUE_PRICE: self._queue_price.seconds}
 
     def check_health(self) -> None:
         """Raises once the server has ended; it replaces its own processes by itself."""
@@ -280,13 +301,13 @@ def application(config: FleetConfig) -> Any:
         name = _deployment_name(group)
         deployment = serve.deployment(
             name=name,
-            num_replicas=group.engines,
+            **_number_of(group),
             max_surge_percent=SURGE_PERCENT if not group.gpus else 0,
             ray_actor_options={"num_cpus": group.cpus, "num_gpus": group.gpus},
             request_router_config=RequestRouterConfig(request_router_class=EngineList),
             **common,
         )(Engine)
-        made = msgspec.to_builtins(msgspec.structs.replace(group, engines=1))
+        made = msgspec.to_builtins(group.without_numbers())
         deployment = _with_version(deployment, [made, *shared])
         handles[name] = deployment.bind(made, fleet)
     frontend = serve.deployment(
@@ -297,6 +318,39 @@ def application(config: FleetConfig) -> Any:
         **common,
     )(FrontendReplica)
     return _with_version(frontend, [sorted(handles), *shared]).bind(fleet, **handles)
+
+
+def _number_of(group: EngineGroup) -> dict[str, Any]:
+    if group.max_engines is None:
+        return {"num_replicas": group.engines}
+    policy = AutoscalingPolicy(
+        policy_function="lookonce.fleet.deploy:QueuePolicy",
+        policy_kwargs={"target_wait": group.target_wait},
+    )
+    scaling = AutoscalingConfig(
+        min_replicas=group.engines,
+        max_replicas=group.max_engines,
+        initial_replicas=group.engines,
+        upscale_delay_s=group.upscale_delay,
+        downscale_delay_s=group.downscale_delay,
+        look_back_period_s=LOOK_BACK_SECONDS,
+        metrics_interval_s=1.0,
+        policy=policy,
+    )
+    return {"autoscaling_config": scaling}
+
+
+class QueuePolicy:
+    """Ray's autoscaling by the price of the engines' queues."""
+
+    def __init__(self, target_wait: float) -> None:
+        self._target_wait = target_wait
+
+    def __call__(self, context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
+        told = (context.aggregated_metrics or {}).get(QUEUE_PRICE, {})
+        if not told:
+            return context.target_num_replicas, {}
+        return engines_wanted(list(told.values()), self._target_wait), {}
 
 
 def _deployment_name(group: EngineGroup) -> str:

@@ -52,6 +52,8 @@ MIN_LOADS = 4
 """Measurements after which an engine's own rates are used."""
 MIN_TOKENS = 32
 """Computed between two loads: fewer say nothing of a rate."""
+MIN_PROMPTS = 4
+"""Computed between two measurements of what a request takes."""
 RECOMPUTED = 1.5
 EQUAL_SECONDS = 1e-4
 """Prices that differ by less are equal: the engine with fewer requests is chosen."""
@@ -160,6 +162,48 @@ class EngineState:
         if self.num_requests:
             usual = self.backlog / self.num_requests
         return self.backlog + self.others * usual
+
+
+class QueuePrice:
+    """The seconds of work that wait at one engine, from its own events; for autoscaling."""
+
+    def __init__(self) -> None:
+        self._load = EngineLoad(0, 0, 0, 0.0, 0, 0.0, 0, 0.0)
+        self._busy: float | None = None
+        """Seconds of steps at the last measurement."""
+        self._num_prompts = 0
+        """Computed since then."""
+        self._usual = 0.0
+        """Seconds that a request takes."""
+
+    def apply(self, changes: Iterable[Change]) -> None:
+        for change in changes:
+            match change:
+                case PromptComputed():
+                    self._num_prompts += 1
+                case EngineLoad():
+                    self._note(change)
+
+    def _note(self, load: EngineLoad) -> None:
+        self._load = load
+        busy = load.prompt_seconds + load.encode_seconds + load.decode_seconds
+        if self._busy is None or busy < self._busy:
+            self._busy, self._num_prompts = busy, 0
+        elif self._num_prompts >= MIN_PROMPTS:
+            measured = (busy - self._busy) / self._num_prompts
+            weight = RATE_WEIGHT if self._usual else 1.0
+            self._usual += weight * (measured - self._usual)
+            self._busy, self._num_prompts = busy, 0
+
+    @property
+    def seconds(self) -> float:
+        """Half of each running request is counted as done."""
+        return (self._load.waiting + 0.5 * self._load.running) * self._usual
+
+
+def engines_wanted(prices: Collection[float], target_wait: float) -> int:
+    """So many that each has `target_wait` seconds of the work that waits at all of them."""
+    return max(1, math.ceil(sum(prices) / target_wait))
 
 
 def _rates_of(engines: Sequence[EngineState]) -> dict[int, Rates]:

@@ -106,7 +106,9 @@ def shared_listener(host: str, port: int) -> tuple[socket.socket, ListenerOwner 
 
 def _owner_address(host: str, port: int) -> str:
     """In Linux's abstract namespace: it is free again when its owner has ended."""
-    return f"\0lookonce-fleet/{os.getuid()}/{host}/{port}"
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    _, _, _, _, resolved = socket.getaddrinfo(host, port, family, socket.SOCK_STREAM)[0]
+    return f"\0lookonce-fleet/{os.getuid()}/{resolved[0]}/{resolved[1]}"
 
 
 def _is_same_user(peer: socket.socket) -> bool:
