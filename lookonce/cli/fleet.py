@@ -20,7 +20,8 @@ from lookonce.fleet.config import FleetConfig
 from lookonce.types.logs import configure_logging
 
 FLEET_KEYS = (
-    *("host", "port", "frontends", "api_key_file", "address", "drain_timeout"),
+    *("host", "port", "frontends", "frontend_resources", "api_key_file", "address"),
+    "drain_timeout",
     "models",
 )
 GROUP_KEYS = (
@@ -38,8 +39,11 @@ OWN_OPTIONS = frozenset(
 
 def read_fleet(path: str | None, overrides: dict[str, Any]) -> FleetConfig:
     """Of a file, with what the command line says instead. Raises `ConfigError` naming the key."""
-    content = {} if path is None else read_yaml(path, "fleet")
-    where = path or "fleet"
+    return fleet_of(path or "fleet", {} if path is None else read_yaml(path, "fleet"), overrides)
+
+
+def fleet_of(where: str, content: dict[str, Any], overrides: dict[str, Any]) -> FleetConfig:
+    """Of what stands in a file; `where`: its name, for `ConfigError`."""
     _check_keys(where, content, FLEET_KEYS)
     models = content.get("models") or [{"model": overrides.get("model") or NANO}]
     if not isinstance(models, list) or not all(isinstance(each, dict) for each in models):
@@ -102,6 +106,18 @@ def _check_keys(where: str, given: dict[Any, Any], known: tuple[str, ...]) -> No
             raise ConfigError(
                 f"{where}: there is no {str(key)[:60]!r}; there is {', '.join(known)}"
             )
+
+
+def build(args: dict[str, Any]) -> Any:
+    """The Ray Serve application for `serve run lookonce.cli.fleet:build` and for serve's config
+    files, KubeRay's too; `args`: the content of a fleet.yaml. Raises `ConfigError`.
+
+    Engines and front-ends listen on their machines' addresses.
+    """
+    config = fleet_of("args", {"host": "0.0.0.0", "address": "auto", **args}, {})
+    from lookonce.fleet.deploy import application
+
+    return application(config)
 
 
 def run_fleet(path: str | None, overrides: dict[str, Any]) -> int:

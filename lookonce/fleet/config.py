@@ -41,6 +41,8 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True):
     port: int = 8000
     frontends: int = 1
     """Processes that share the port."""
+    frontend_resources: dict[str, float] = {}
+    """Ray's custom resources of one front-end: which machines may have any."""
     api_key_file: str | None = None
     """The same path on every machine."""
     address: str | None = None

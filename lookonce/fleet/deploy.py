@@ -314,7 +314,7 @@ def application(config: FleetConfig) -> Any:
         name=FRONTEND,
         num_replicas=config.frontends,
         max_surge_percent=SURGE_PERCENT,
-        ray_actor_options={"num_cpus": 0},
+        ray_actor_options={"num_cpus": 0, "resources": config.frontend_resources},
         **common,
     )(FrontendReplica)
     return _with_version(frontend, [sorted(handles), *shared]).bind(fleet, **handles)

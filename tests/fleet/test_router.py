@@ -15,7 +15,7 @@ from lookonce.cache.identity import item_key, media_hash, name_digest, scope_dig
 from lookonce.config import ENCODER_TOPIC, ITEM_TOPIC
 from lookonce.fleet.identity import Identity, Processor, identify
 from lookonce.fleet.index import short
-from lookonce.fleet.router import NoEngineError, Route, Router
+from lookonce.fleet.router import NoEngineError, QueuePrice, Route, Router, engines_wanted
 from lookonce.fleet.subscriber import Added, AllGone, EngineLoad, Gone, PromptComputed
 
 PROCESSOR = Processor(b"fingerprint")
@@ -292,6 +292,25 @@ CONTENTS = st.lists(
     min_size=1,
     max_size=4,
 )
+
+
+def test_a_queue_costs_what_its_requests_usually_take() -> None:
+    price = QueuePrice()
+    price.apply([load()])  # of the warm-up: 4 s
+    computed = [PromptComputed(str(n), 10, [], None) for n in range(4)]
+    price.apply([*computed, load(2, prompt_seconds=5.0, decode_seconds=5.0)])  # 8 s more
+    assert price.seconds == pytest.approx(2 * 0.5 * 2.0)
+    price.apply([load(0, prompt_seconds=5.0, decode_seconds=5.0)])
+    assert price.seconds == 0
+    price.apply([load(4, prompt_seconds=0.0, decode_seconds=0.0, encode_seconds=0.0)])
+    assert price.seconds == pytest.approx(4.0)  # the engine began anew, requests are the same
+
+
+@pytest.mark.parametrize(
+    ("prices", "wanted"), [([0.0, 0.0], 1), ([0.5], 1), ([0.6], 2), ([1.0, 1.0, 0.1], 5)]
+)
+def test_engines_follow_the_work_that_waits(prices: list[float], wanted: int) -> None:
+    assert engines_wanted(prices, target_wait=0.5) == wanted
 
 
 def test_what_a_shared_tier_gives_costs_what_it_takes() -> None:
