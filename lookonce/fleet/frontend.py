@@ -18,7 +18,7 @@ import os
 import re
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -34,6 +34,7 @@ from lookonce.fleet.engine_http import (
     Headers,
 )
 from lookonce.fleet.identity import Identity, Processor, identify
+from lookonce.fleet.metrics import engines_families, fleet_families
 from lookonce.fleet.router import EngineState, NoEngineError, Route, Router
 from lookonce.fleet.subscriber import Change, EventSubscriber
 from lookonce.frontend.responses import ErrorBody, ErrorResponse
@@ -46,6 +47,7 @@ MAX_BODY_BYTES = 512 << 20
 PROBE_SECONDS = 1.0
 """Between two looks at an engine's `/ready`."""
 PROBE_TIMEOUT = 10.0
+METRICS_TIMEOUT = 2.0
 RETRIED_STATUSES = frozenset({502, 503})
 """An engine that answers so has not begun: another one may serve the request."""
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
@@ -118,13 +120,13 @@ class Member:
                     await asyncio.sleep(0.05)
 
     async def _is_ready(self) -> bool:
-        found = await self._get("/ready")
+        found = await self.get("/ready")
         return found is not None and found[0] == 200
 
     async def _learn(self) -> bool:
         """What the model is called and how its media are identified; whether it told."""
-        models = await self._get("/v1/models")
-        cache = await self._get("/inference/v1/media_cache")
+        models = await self.get("/v1/models")
+        cache = await self.get("/inference/v1/media_cache")
         if models is None or models[0] != 200:
             return False
         try:
@@ -137,9 +139,10 @@ class Member:
             return False
         return True
 
-    async def _get(self, path: str) -> tuple[int, bytes] | None:
+    async def get(self, path: str, timeout: float = PROBE_TIMEOUT) -> tuple[int, bytes] | None:
+        """Status and body; None where none came in time."""
         try:
-            async with asyncio.timeout(PROBE_TIMEOUT):
+            async with asyncio.timeout(timeout):
                 answer = await self.client.request("GET", path, self.headers)
                 try:
                     return answer.status, await answer.body()
@@ -449,7 +452,7 @@ class Frontend:
     async def _own(self, exchange: _Exchange) -> None:
         json = [(b"content-type", b"application/json")]
         if exchange.path == "/metrics":
-            lines = "\n".join(self._metrics()) + "\n"
+            lines = await self._metrics()
             await exchange.answer(200, [(b"content-type", METRICS_TYPE)], lines.encode())
         elif exchange.path == "/fleet":
             await exchange.answer(200, json, msgspec.json.encode(self._state()))
@@ -489,36 +492,19 @@ class Frontend:
             "retried": self.retried,
         }
 
-    def _metrics(self) -> Iterator[str]:
-        router = self._fleet.router
-
-        def family(name: str, kind: str, text: str) -> Iterator[str]:
-            yield f"# HELP lookonce_fleet_{name} {text}"
-            yield f"# TYPE lookonce_fleet_{name} {kind}"
-
-        yield from family("routed_total", "counter", "Requests by engine and reason of the choice")
-        for (chosen, reason), count in sorted(router.routed.items()):
-            yield f'lookonce_fleet_routed_total{{engine="{chosen}",reason="{reason}"}} {count}'
-        gauges: dict[str, tuple[str, Callable[[EngineState], float]]] = {
-            "engine_ready": ("Whether it takes requests", lambda e: int(e.accepts)),
-            "engine_requests": ("Requests that it serves", lambda e: e.num_requests),
-            "engine_backlog_seconds": ("Work that waits there", lambda e: e.backlog),
+    async def _metrics(self) -> str:
+        """Its own figures, and those of the engines that answer in time."""
+        members = list(self._fleet.members.values())
+        answers = await asyncio.gather(*(m.get("/metrics", METRICS_TIMEOUT) for m in members))
+        texts = {
+            member.address.name: answer[1].decode(errors="replace")
+            for member, answer in zip(members, answers, strict=True)
+            if answer is not None and answer[0] == 200
         }
-        for name, (text, value) in gauges.items():
-            yield from family(name, "gauge", text)
-            for engine_name, engine in sorted(router.engines.items()):
-                labels = f'engine="{engine_name}",model="{engine.model}"'
-                yield f"lookonce_fleet_{name}{{{labels}}} {value(engine):g}"
-        yield from family("index_entries", "gauge", "Digests whose engines are known")
-        for what in ("blocks", "outputs", "items"):
-            yield f'lookonce_fleet_index_entries{{of="{what}"}} {len(getattr(router, what))}'
-        yield from family("retried_total", "counter", "Requests that were sent to a second engine")
-        yield f"lookonce_fleet_retried_total {self.retried}"
-        yield from family("decision_seconds_total", "counter", "Time that choosing engines took")
-        yield f"lookonce_fleet_decision_seconds_total {self.decision_seconds:.6f}"
-        yield from family("responses_total", "counter", "Answers by status")
-        for status, count in sorted(self.responses.items()):
-            yield f'lookonce_fleet_responses_total{{status="{status}"}} {count}'
+        own = fleet_families(
+            self._fleet.router, self.retried, self.decision_seconds, self.responses
+        )
+        return "\n".join([*own, *engines_families(texts)]) + "\n"
 
     # --- WebSockets ------------------------------------------------------------------------------
 

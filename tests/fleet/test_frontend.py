@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from lookonce.config import Options, resolve
 from lookonce.fleet.frontend import EngineAddress, Fleet, Frontend
@@ -272,6 +273,10 @@ async def test_without_an_engine_it_says_so_and_engines_may_come_later() -> None
         assert (await served.client.get("/health")).status_code == 200
         metrics = (await served.client.get("/metrics")).text
         assert 'lookonce_fleet_engine_ready{engine="a",model="nano"} 1' in metrics
+        assert 'lookonce_encoder_runs_total{engine="a"} 3' in metrics
+        assert 'lookonce_media_total{engine="a",modality="image"} 2' in metrics
+        found = {family.name for family in text_string_to_metric_families(metrics)}
+        assert {"lookonce_encoder_runs", "lookonce_fleet_routed"} <= found
         (engine,) = (await served.client.get("/fleet")).json()["engines"]
         assert engine["ready"]
 
