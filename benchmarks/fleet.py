@@ -24,13 +24,13 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import httpx
 import msgspec
 import pybase64
 import uvloop
@@ -71,8 +71,7 @@ class Engines:
     def empty_caches(self) -> None:
         for server in self.servers:
             for cache in CACHES:
-                request = urllib.request.Request(f"{server.url}/reset_{cache}_cache", b"")
-                urllib.request.urlopen(request, timeout=60).close()
+                httpx.post(f"{server.url}/reset_{cache}_cache", timeout=60).raise_for_status()
 
 
 @contextmanager
