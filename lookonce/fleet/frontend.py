@@ -33,7 +33,7 @@ from lookonce.fleet.engine_http import (
     EngineLostError,
     Headers,
 )
-from lookonce.fleet.identity import Identity, Processor, identify
+from lookonce.fleet.identity import Identity, Processor, identify_body
 from lookonce.fleet.metrics import engines_families, fleet_families
 from lookonce.fleet.router import EngineState, NoEngineError, Route, Router
 from lookonce.fleet.subscriber import Change, EventSubscriber
@@ -281,15 +281,12 @@ class Frontend:
 
     def _identify(self, exchange: _Exchange, body: bytes) -> tuple[str, Identity]:
         """The request's id and what it refers to; of what is no JSON, nothing."""
-        given: Any = None
-        if body and exchange.header(b"content-type").startswith(b"application/json"):
-            with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):
-                given = msgspec.json.decode(body)
-        if not isinstance(given, dict):
+        if not body or not exchange.header(b"content-type").startswith(b"application/json"):
             return exchange.request_id, Identity()
         session = exchange.header(b"x-session-id").decode("latin-1") or None
-        processor = self._fleet.processor_of(given.get("model"))
-        identity = identify(given, self._tenant(exchange), processor, session)
+        given, identity = identify_body(
+            body, self._tenant(exchange), self._fleet.processor_of, session
+        )
         named = given.get("request_id")
         if isinstance(named, str) and REQUEST_ID.fullmatch(named):
             return named, identity
