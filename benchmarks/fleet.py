@@ -28,7 +28,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import httpx
 import msgspec
@@ -254,48 +254,56 @@ class Runs:
         self.cached_tokens += sum(outcome.cached_tokens for outcome in outcomes)
         self.rates.append(len(outcomes) / seconds)
 
+    COLUMNS: ClassVar[tuple[str, ...]] = (
+        *("requests", "encoder runs/picture", "cached %"),
+        *("first token p50 ms", "p99 ms", "requests/s"),
+    )
+
+    def figures(self) -> tuple[float, ...]:
+        """As `COLUMNS` names them."""
+        times = sorted(self.first_tokens)
+        return (
+            len(times),
+            self.encoder_runs / self.pictures,
+            100 * self.cached_tokens / self.prompt_tokens,
+            percentile(times, 50),
+            percentile(times, 99),
+            median(self.rates),
+        )
+
 
 def routers_report(given: argparse.Namespace, engines: Engines, frontends: Frontends) -> Report:
+    """Each round runs every workload with every rule; its runs are told on standard error."""
+    pictures = PictureSource(given.size)
+    _warm_up(engines, pictures)
+    runs = {(workload, name): Runs() for workload in given.workloads for name in given.routers}
+    for turn in range(given.rounds):
+        for workload in given.workloads:
+            pause = 0.0 if workload == "new" else given.pause
+            seed = 10 * (turn + 1) + WORKLOADS.index(workload)
+            scripts = Scripts(workload, given.clients, given.turns, pause, seed, pictures)
+            for step in range(len(given.routers)):
+                name = given.routers[(turn + step) % len(given.routers)]
+                engines.empty_caches()
+                time.sleep(0.3)  # events of this come before the first request
+                outcomes, seconds = uvloop.run(run_scripts(frontends.urls[name], scripts))
+                done = runs[workload, name]
+                done.add(outcomes, seconds, scripts.pictures)
+                row = " ".join(f"{value:.4g}" for value in done.figures())
+                print(f"{turn} {workload} {name}: {row}", file=sys.stderr, flush=True)
     report = Report(
         "fleet",
-        (
-            *("workload", "router", "requests", "encoder runs/picture", "cached %"),
-            *("first token p50 ms", "p99 ms", "requests/s", "ratio to two"),
-        ),
+        ("workload", "router", *Runs.COLUMNS, "ratio to two"),
         notes=[
             f"{given.engines} engines of one thread, {given.clients} clients, {given.rounds} rounds"
             f" of {given.turns} requests a client, in turn; {given.size} JPEGs; pauses of"
             f" {given.pause:g} s on average, none in new",
         ],
     )
-    pictures = PictureSource(given.size)
-    _warm_up(engines, pictures)
-    for workload in given.workloads:
-        runs = {name: Runs() for name in given.routers}
-        for turn in range(given.rounds):
-            pause = 0.0 if workload == "new" else given.pause
-            seed = 10 * (turn + 1) + WORKLOADS.index(workload)
-            scripts = Scripts(workload, given.clients, given.turns, pause, seed, pictures)
-            for step in range(len(runs)):
-                name = given.routers[(turn + step) % len(runs)]
-                engines.empty_caches()
-                time.sleep(0.3)  # events of this come before the first request
-                outcomes, seconds = uvloop.run(run_scripts(frontends.urls[name], scripts))
-                runs[name].add(outcomes, seconds, scripts.pictures)
-        usual = median(runs["two"].rates) if "two" in runs else None
-        for name, done in runs.items():
-            rate = median(done.rates)
-            report.add(
-                workload,
-                name,
-                len(done.first_tokens),
-                done.encoder_runs / done.pictures,
-                100 * done.cached_tokens / done.prompt_tokens,
-                percentile(sorted(done.first_tokens), 50),
-                percentile(sorted(done.first_tokens), 99),
-                rate,
-                None if usual is None else rate / usual,
-            )
+    for (workload, name), done in runs.items():
+        usual = runs.get((workload, "two"))
+        ratio = None if usual is None else done.figures()[-1] / usual.figures()[-1]
+        report.add(workload, name, *done.figures(), ratio)
     return report
 
 
@@ -438,8 +446,9 @@ def _served_reports(given: argparse.Namespace) -> list[Report]:
             model = str(make_folder("qwen2_5_vl", folder / "bench", scale="8m"))
         engines = stack.enter_context(running_engines(model, given.engines))
         frontends = stack.enter_context(running_frontends(engines))
-        if "routers" in given.parts:
-            found.append(routers_report(given, engines, frontends))
         if "path" in given.parts:
             found.append(path_report(given, engines, frontends))
+            found[-1].show()
+        if "routers" in given.parts:
+            found.append(routers_report(given, engines, frontends))
     return found
