@@ -349,7 +349,9 @@ async def test_what_waits_to_be_accepted_is_served_by_the_next_front_end() -> No
             assert (await served.ask()).json()["engine"] == "a"
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=30) as client:
             body = {"model": "nano", "messages": [{"role": "user", "content": "hello"}]}
-            waiting = asyncio.create_task(client.post("/v1/chat/completions", json=body))
+            once = {"connection": "close"}
+            asked = client.post("/v1/chat/completions", json=body, headers=once)
+            waiting = asyncio.create_task(asked)
             await asyncio.sleep(0)  # nobody accepts now
             second, _ = shared_listener("127.0.0.1", port)
             async with serving(FakeEngine("b"), listener=second):
