@@ -15,6 +15,7 @@ import numpy as np
 from PIL import Image
 
 SIZES = {
+    "256": (256, 256),
     "512": (512, 512),
     "720p": (1280, 720),
     "1024": (1024, 1024),
