@@ -172,7 +172,7 @@ attack: $(STAMP)
 	@$(BIN)/python -m pytest --timeout 900 -m "attack or not attack" tests/attack
 
 soak: $(STAMP)
-	@SOAK_REQUESTS=10000 $(BIN)/python -m pytest --timeout 3600 tests/end_to_end/test_soak.py
+	@SOAK_REQUESTS=10000 $(BIN)/python -m pytest --timeout 3600 $(addprefix tests/end_to_end/test_,soak.py counters.py look_once.py many_items.py)
 	@CHAOS_KILLS=200 $(BIN)/python -m pytest --timeout 3600 tests/end_to_end/test_chaos.py
 	@LEAVING_ROUNDS=84 $(BIN)/python -m pytest --timeout 3600 -m "soak or not soak" tests/end_to_end/test_voxtral_realtime.py
 	@FAULT_REQUESTS=10000 $(BIN)/python -m pytest --timeout 7200 -m soak tests/end_to_end/test_faults.py

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,11 +38,14 @@ def just_ready(new_server: tuple[LiveServer, JustReady]) -> JustReady:
     return new_server[1]
 
 
-@pytest.fixture(scope="session", params=["shm", "lru"])
+CACHE_TYPES = ("shm", "lru") if "SOAK_REQUESTS" in os.environ else ("shm",)
+
+
+@pytest.fixture(scope="session", params=CACHE_TYPES)
 def cache_server(request: pytest.FixtureRequest) -> Iterator[LiveServer]:
-    """nano with each type of processor cache; it fetches media from this machine and tells of its
-    work under vLLM's names too. A request may have 40 sounds, which are more than a step computes.
-    Tests ask about media of their own."""
+    """nano with a processor cache, in `make soak` with each type of it; it fetches media from this
+    machine and tells of its work under vLLM's names too. A request may have 40 sounds, which are
+    more than a step computes. Tests ask about media of their own."""
     options = (
         *("--allow-private-media", "--vllm-metric-names"),
         *("--limit-mm-per-prompt", "audio=40", "--max-num-batched-tokens", "512"),
