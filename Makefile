@@ -81,10 +81,10 @@ $(LMCACHE_VENV)/.installed: pyproject.toml setup.py
 test-lmcache: $(LMCACHE_VENV)/.installed
 	@$(LMCACHE_VENV)/bin/python -m pytest tests/kv/test_lmcache.py tests/kv/test_tiers.py
 
-# Every text-only type that transformers knows, served as listed or refused, and all types with media that
-# the general family serves.
+# Every text-only type that transformers knows, served as listed or refused, all types with media that the
+# general family serves, and what `make test` tries with some types, with all.
 test-models: $(STAMP)
-	@ALL_MODELS=1 $(BIN)/python -m pytest --numprocesses 2 --timeout 3600 tests/model/test_general_text.py tests/model/test_general_media.py tests/model/test_states.py
+	@ALL_MODELS=1 $(BIN)/python -m pytest --numprocesses 2 --timeout 3600 $(addprefix tests/model/test_,general_text.py general_media.py states.py parity.py parity_controls.py)
 
 # The web page in a real browser, and axe-core over it. Skipped by name where Chromium cannot be installed.
 test-page: $(STAMP)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import os
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -353,4 +354,6 @@ KINDS = (
     *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen2_5_omni", "nano", "qwen3_omni"),
     *("qwen2_audio", "voxtral"),
 )
+ALL_MODELS = bool(os.environ.get("ALL_MODELS"))
+"""Set by `make test-models`: each test with every type of model it is for."""
 MAX_LOGIT_ERROR = 1e-4
