@@ -38,23 +38,6 @@ def just_ready(new_server: tuple[LiveServer, JustReady]) -> JustReady:
     return new_server[1]
 
 
-CACHE_TYPES = ("shm", "lru") if "SOAK_REQUESTS" in os.environ else ("shm",)
-
-
-@pytest.fixture(scope="session", params=CACHE_TYPES)
-def cache_server(request: pytest.FixtureRequest) -> Iterator[LiveServer]:
-    """nano with a processor cache, in `make soak` with each type of it; it fetches media from this
-    machine and tells of its work under vLLM's names too. A request may have 40 sounds, which are
-    more than a step computes. Tests ask about media of their own."""
-    options = (
-        *("--allow-private-media", "--vllm-metric-names"),
-        *("--limit-mm-per-prompt", "audio=40", "--max-num-batched-tokens", "512"),
-        *("--mm-processor-cache-type", request.param),
-    )
-    with LiveServer(*options) as live:
-        yield live
-
-
 TOOL_TEMPLATE = """\
 {% if tools %}<|im_start|>system
 {{ tools | tojson }} <tool_call><|im_end|>
@@ -64,11 +47,23 @@ TOOL_TEMPLATE = """\
 {% endfor %}<|im_start|>assistant
 """
 
+CACHE_TYPES = ("shm", "lru") if "SOAK_REQUESTS" in os.environ else ("shm",)
 
-@pytest.fixture(scope="session")
-def uncached_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    """nano without a processor cache, and with a template that has a place for tools."""
+
+@pytest.fixture(scope="session", params=CACHE_TYPES)
+def cache_server(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[LiveServer]:
+    """nano with a processor cache, in `make soak` with each type of it; it fetches media from this
+    machine and tells of its work under vLLM's names too. A request may have 40 sounds, which are
+    more than a step computes. Its template has a place for tools. Tests ask about media of their
+    own; the last one, in test_unmapping.py, ends it."""
     file: Path = tmp_path_factory.mktemp("template") / "tools.jinja"
     file.write_text(TOOL_TEMPLATE)
-    with LiveServer("--mm-processor-cache-gb", "0", "--chat-template", str(file)) as live:
+    options = (
+        *("--allow-private-media", "--vllm-metric-names"),
+        *("--limit-mm-per-prompt", "audio=40", "--max-num-batched-tokens", "512"),
+        *("--mm-processor-cache-type", request.param, "--chat-template", str(file)),
+    )
+    with LiveServer(*options) as live:
         yield live
