@@ -84,7 +84,8 @@ test-lmcache: $(LMCACHE_VENV)/.installed
 # Every text-only type that transformers knows, served as listed or refused, all types with media that the
 # general family serves, and what `make test` tries with some types, with all.
 test-models: $(STAMP)
-	@ALL_MODELS=1 $(BIN)/python -m pytest --numprocesses 2 --timeout 3600 $(addprefix tests/model/test_,general_text.py general_media.py states.py parity.py parity_controls.py)
+	@ALL_MODELS=1 $(BIN)/python -m pytest --numprocesses 2 --timeout 3600 $(addprefix tests/model/test_,general_text.py general_media.py states.py parity.py parity_controls.py) \
+	  tests/server/routes/test_render.py tests/end_to_end/test_general_media.py
 
 # The web page in a real browser, and axe-core over it. Skipped by name where Chromium cannot be installed.
 test-page: $(STAMP)
@@ -174,7 +175,7 @@ attack: $(STAMP)
 soak: $(STAMP)
 	@SOAK_REQUESTS=10000 $(BIN)/python -m pytest --timeout 3600 $(addprefix tests/end_to_end/test_,soak.py counters.py look_once.py many_items.py)
 	@CHAOS_KILLS=200 $(BIN)/python -m pytest --timeout 3600 tests/end_to_end/test_chaos.py
-	@LEAVING_ROUNDS=84 $(BIN)/python -m pytest --timeout 3600 -m "soak or not soak" tests/end_to_end/test_voxtral_realtime.py
+	@LEAVING_ROUNDS=84 $(BIN)/python -m pytest --timeout 3600 -m "soak or not soak" $(addprefix tests/end_to_end/test_,voxtral_realtime.py nano_ear.py)
 	@FAULT_REQUESTS=10000 $(BIN)/python -m pytest --timeout 7200 -m soak tests/end_to_end/test_faults.py
 	@$(MAKE) --no-print-directory fuzz
 
