@@ -5,10 +5,10 @@ BIN := $(VENV)/bin
 SERVES := $(VENV)/.serves
 STAMP := $(VENV)/.installed
 
-.PHONY: setup serve wheel test test-models test-lmcache test-page test-openapi test-clients test-open-webui test-fleet test-whisper test-alerts test-otel check structure format attack fuzz soak clean
+.PHONY: setup serve wheel test types lint test-models test-lmcache test-page test-openapi test-clients test-open-webui test-fleet test-whisper test-alerts test-otel check structure format attack fuzz soak clean
 
 # Tests run side by side, so numeric libraries get one thread each in them; a server uses all cores.
-check test test-lmcache test-page test-openapi test-clients test-open-webui test-fleet test-whisper test-alerts test-otel attack fuzz soak: export OMP_NUM_THREADS ?= 1
+check types lint test test-lmcache test-page test-openapi test-clients test-open-webui test-fleet test-whisper test-alerts test-otel attack fuzz soak: export OMP_NUM_THREADS ?= 1
 
 # Some images say that Python shall keep no bytecode: each process would compile 3,000 modules again.
 unexport PYTHONDONTWRITEBYTECODE
@@ -56,18 +56,28 @@ $(STAMP): $(SERVES)
 serve: $(SERVES)
 	@$(BIN)/lookonce serve
 
+# Types take longest: the rest is checked beside them.
 check: $(STAMP)
+	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target types lint
+
+types: $(STAMP)
+	@$(BIN)/mypy
+
+lint: $(STAMP)
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
-	@$(BIN)/mypy
 	@$(BIN)/lint-imports
 
 # How the package is built: files, lines, imports, names, and the way of one picture on a real server.
 structure: $(STAMP)
 	@$(BIN)/python tools/structure.py --walk
 
-test: check
-	@$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+# Types are checked in time that the tests leave: they wait for servers, with one core or the other.
+test: lint
+	@nice -n 19 $(BIN)/mypy > $(VENV)/mypy.log 2>&1 & types=$$!; \
+	  trap 'kill $$types 2>/dev/null' EXIT; trap 'exit 1' INT TERM; \
+	  $(BIN)/python -m pytest --numprocesses 2 --dist loadfile; tests=$$?; \
+	  wait $$types; types_found=$$?; cat $(VENV)/mypy.log; exit $$((tests ? tests : types_found))
 
 # LMCache pins older libraries than ours and takes 2 GB: it gets an environment of its own.
 LMCACHE_VENV := .venv-lmcache
