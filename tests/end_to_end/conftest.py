@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from lookonce.config import NANO_FOLDER
 from tests.support.live_server import LiveServer
 
 
@@ -38,15 +39,11 @@ def just_ready(new_server: tuple[LiveServer, JustReady]) -> JustReady:
     return new_server[1]
 
 
-TOOL_TEMPLATE = """\
-{% if tools %}<|im_start|>system
-{{ tools | tojson }} <tool_call><|im_end|>
-{% endif %}{% for message in messages %}<|im_start|>{{ message.role }}
-{{ message.content }}{% for call in message.tool_calls or [] %}{{ call.function | tojson }}\
-{% endfor %}<|im_end|>
-{% endfor %}<|im_start|>assistant
-"""
-
+WITH_TOOLS = {
+    "Tools: {{ tools | length }}": "{{ tools | tojson }}",
+    "{{ call['function']['name'] }}": "{{ call['function'] | tojson }}",
+}
+"""What nano's template says of tools and calls, and what that of `cache_server` says instead."""
 CACHE_TYPES = ("shm", "lru") if "SOAK_REQUESTS" in os.environ else ("shm",)
 
 
@@ -59,7 +56,11 @@ def cache_server(
     more than a step computes. Its template has a place for tools. Tests ask about media of their
     own; the last one, in test_unmapping.py, ends it."""
     file: Path = tmp_path_factory.mktemp("template") / "tools.jinja"
-    file.write_text(TOOL_TEMPLATE)
+    template = (NANO_FOLDER / "chat_template.jinja").read_text()
+    for plain, whole in WITH_TOOLS.items():
+        assert plain in template
+        template = template.replace(plain, whole)
+    file.write_text(template)
     options = (
         *("--allow-private-media", "--vllm-metric-names"),
         *("--limit-mm-per-prompt", "audio=40", "--max-num-batched-tokens", "512"),
