@@ -34,7 +34,6 @@ Hypothesis a second."""
 LONGEST = (
     "tests/end_to_end/",
     "tests/tools/",
-    "tests/attack/",
     "tests/benchmarks/",
     "tests/test_llm.py",
 )
