@@ -1,6 +1,6 @@
 """Greedy answers through scheduler and runner equal plain Hugging Face's, token for token.
 
-With one budget of tokens; in `make test-models` with others, too.
+With some kinds of model and one budget of tokens; in `make test-models` with all.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import json
 import pytest
 
 from lookonce.types.model import ENCODER_DECODER, SUPPORTED
-from tests.support.model.cases import ALL_MODELS, KINDS, MAX_LOGIT_ERROR
+from tests.support.model.cases import ALL_MODELS, COMPARED, KINDS, MAX_LOGIT_ERROR
 from tests.support.model.serving import Subject, blocks_for_preemption, compare, serve
 
 BLOCK = 4
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=COMPARED)
 def subject(request, subjects) -> Subject:
     return subjects(request.param)
 
