@@ -467,7 +467,7 @@ def test_limits_hold_over_api_processes_and_are_read_again(guarded):
     guarded.live.process.send_signal(signal.SIGHUP)
     until(lambda: complete("few-key").status_code == 200, 100, log)
     until(lambda: {complete("few-key").status_code for _ in range(8)} == {200}, 100, log)
-    told = r"\d API keys, limits \(sections of tenants: 1, of keys: 0\)\n"
+    told = r"\d API keys, limits \(sections of tenants: 1, of keys: 0\)"
     until(lambda: len(re.findall(f"from now on: {told}", log())) == 2, 60, log)
     assert re.search(f"SIGHUP: {told}", log())
 
