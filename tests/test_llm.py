@@ -36,7 +36,8 @@ RED_SQUARE = picture(("red", "square"))
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    with LLM("nano") as llm:
+    """Two are computed side by side, and the queue asked for is too short for any call."""
+    with LLM("nano", max_num_seqs=2, max_queue=1) as llm:
         yield llm
 
 
@@ -179,41 +180,23 @@ def test_one_bad_request_fails_its_call_alone(llm):
     assert llm.chat(ask("Say river."), GREEDY)[0].text == "river"
 
 
-@pytest.fixture(scope="module")
-def narrow() -> Iterator[LLM]:
-    """Two are computed side by side, and the queue asked for is too short for any call."""
-    with LLM("nano", max_num_seqs=2, max_queue=1) as llm:
-        yield llm
-
-
-def test_more_prompts_than_may_wait_are_all_answered_in_order(narrow):
+def test_more_prompts_than_may_wait_are_all_answered_in_order(llm):
     words = ["apple", "river"] * 50
     prompts = [f"<|im_start|>user\nSay {w}.<|im_end|>\n<|im_start|>assistant\n" for w in words]
-    assert [output.text for output in narrow.generate(prompts, GREEDY)] == words
+    assert [output.text for output in llm.generate(prompts, GREEDY)] == words
 
 
-def test_more_new_pictures_than_may_wait_for_a_worker_are_all_answered(narrow):
+def test_more_new_pictures_than_may_wait_for_a_worker_are_all_answered(llm):
     asked = [ask(Image.new("RGB", (28, 28), (n % 256, n // 256, 7)), "Look.") for n in range(300)]
-    outputs = narrow.chat(asked, SamplingParams(max_tokens=1))
+    outputs = llm.chat(asked, SamplingParams(max_tokens=1))
     assert [output.reuse_receipt.items[0].processor for output in outputs] == ["miss"] * 300
     assert len({output.reuse_receipt.items[0].hash for output in outputs}) == 300
 
 
-def test_the_first_failure_ends_all_prompts_also_those_not_begun(narrow):
+def test_the_first_failure_ends_all_prompts_also_those_not_begun(llm):
     with pytest.raises(BadRequestError, match="context"):
-        narrow.generate(["Once", "x " * 9000, *["Once"] * 100], ENDLESS)
-    until(lambda: _busy(narrow) == 0, 60, lambda: str(narrow.stats()))
-
-
-def test_many_prompts_take_every_place_in_the_batch(narrow):
-    """The last test of `narrow`, which is closed: all answers would take a minute."""
-    with ThreadPoolExecutor(1) as pool:
-        call = pool.submit(narrow.generate, ["Once"] * 6, ENDLESS)
-        until(lambda: call.done() or narrow.stats()["num_requests_running"] == 2, 60, str)
-        assert not call.done(), call.exception()
-        narrow.close()
-        with pytest.raises(UnavailableError):
-            call.result()
+        llm.generate(["Once", "x " * 9000, *["Once"] * 100], ENDLESS)
+    until(lambda: _busy(llm) == 0, 60, lambda: str(llm.stats()))
 
 
 def _busy(llm: LLM) -> float:
@@ -375,3 +358,14 @@ def test_a_chat_says_what_its_final_channel_says(folder):
         (whole,) = llm.generate(output.prompt_token_ids, params)
         assert whole.outputs[0].token_ids[:20] == output.outputs[0].token_ids[:20]
         assert whole.text != output.text
+
+
+def test_many_prompts_take_every_place_in_the_batch(llm):
+    """The last test of `llm`, which is closed: all answers would take a minute."""
+    with ThreadPoolExecutor(1) as pool:
+        call = pool.submit(llm.generate, ["Once"] * 6, ENDLESS)
+        until(lambda: call.done() or llm.stats()["num_requests_running"] == 2, 60, str)
+        assert not call.done(), call.exception()
+        llm.close()
+        with pytest.raises(UnavailableError):
+            call.result()
