@@ -23,7 +23,7 @@ from lookonce.server.http.body import MAX_VALUES
 from lookonce.server.http.connections import DISCARD_SECONDS, MAX_PIPELINED
 from lookonce.server.http.multipart import MAX_FIELD_BYTES, MAX_FIELDS
 from lookonce.server.http.websocket import MAX_FRAGMENTS, MAX_MESSAGE_BYTES
-from lookonce.server.response_store import LARGEST_CONTEXT, LARGEST_PAGE, MOST_ENTRIES
+from lookonce.server.response_store import LARGEST_CONTEXT, LARGEST_PAGE, MAX_CALLS, MOST_ENTRIES
 from lookonce.server.routes.completions import MAX_PROMPTS
 from lookonce.server.routes.conversations import MAX_ITEMS
 from lookonce.server.routes.pooling import MAX_INPUTS, MAX_NUMBERS
@@ -104,6 +104,8 @@ BUDGETS = (
            "413"),
     Budget("stored items of a page", LARGEST_PAGE, "bytes", "request",
            "the page ends earlier, after one item at least"),
+    Budget("calls waiting for stored responses and conversations", MAX_CALLS, "calls", "tenant",
+           "429; the others wait for their turns"),
     # of a request
     Budget("body", f"16 MiB and four of {_option('max_media_bytes')} in base64", "bytes", "request",
            "413"),

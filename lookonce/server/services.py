@@ -244,6 +244,8 @@ class Services(Frontend):
     responses: ResponseStore | None = None
     """Stored responses and conversations; None: nothing is stored."""
     savings: Savings = field(default_factory=Savings)
+    held_bytes: TenantBytes = field(default_factory=lambda: TenantBytes(MAX_HELD_BYTES))
+    """Bodies and fetched media of the requests that are being served."""
     rates: RateLimits | None = None
     """Limits of tenants and keys; None: there are none."""
     shared_counts: SharedCounts | None = None
@@ -400,7 +402,7 @@ async def open_services(
             open_readonly(frontend.renderer, config.media, reads_headers=False) as warmup_renderer,
             AbortPeers(folder, index, config.server.api_processes, running.abort) as abort_peers,
             VoiceDetectors() as detectors,
-            open_response_store(config.server.responses, folder) as responses,
+            open_response_store(config.server.responses, folder, weights) as responses,
         ):
             services = Services(
                 config=config,

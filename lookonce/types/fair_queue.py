@@ -6,7 +6,7 @@ next job is served and pays the job's cost. A tenant of large jobs gets as much 
 jobs, not more.
 
     DeficitRoundRobin   whose turn it is; it holds no jobs
-    ├── FairQueue       jobs in the order of arrival: grammars, long texts
+    ├── FairQueue       jobs in the order of arrival: grammars, long texts, stored responses
     ├── MediaQueue      (render.media.fair_queue) bounded, passes over long jobs
     └── RequestQueues   (core.scheduler_state) sequences whose prompts are to be computed
 """
@@ -175,6 +175,13 @@ class FairQueue(Generic[T]):
         self._turns.charge(tenant, cost)
         self._leave_if_empty(tenant)
         return tenant, job
+
+    def settle(self, tenant: str, cost: float) -> None:
+        """Charge what a job that was popped cost beyond what it was pushed with; a negative cost
+        is given back."""
+        self._turns.charge(tenant, cost)
+        if tenant not in self._jobs:
+            self._turns.leave(tenant)
 
     def remove(self, tenant: str, job: T) -> bool:
         """Take a waiting job out of the queue; false where it does not wait."""

@@ -52,6 +52,7 @@ from lookonce.render.media.picture_size import ExpansionsBySize
 from lookonce.render.media.processing import MediaJob, Processed
 from lookonce.render.media.single_flight import SingleFlight
 from lookonce.types.counts import Counts
+from lookonce.types.held_bytes import current_held_bytes
 from lookonce.types.logs import current_request_id
 from lookonce.types.media import Expansion, Modality, ProcessedItem
 from lookonce.types.ports import ClaimsItems, ItemDirectory, Publish
@@ -367,6 +368,9 @@ class MediaResolver:
         part = self._identified(source, prompt, digest, data)
         item = self._lookup(part, prompt) or await self._make(part, prompt)
         item.fetched = begun, loaded
+        held = current_held_bytes.get()
+        if held is not None:
+            item.given_back = partial(held.give_media, data)
         return item
 
     # --- films --------------------------------------------------------------------------------

@@ -37,6 +37,7 @@ from lookonce.server.http.unknown_fields import (
     unknown_part_fields,
 )
 from lookonce.server.services import Principal, Services, header
+from lookonce.types.held_bytes import current_held_bytes
 
 T = TypeVar("T", bound=msgspec.Struct)
 D = TypeVar("D")
@@ -85,12 +86,14 @@ async def read_body(request: Request, limit: int) -> bytes:
 
 
 async def read_chunks(request: Request, limit: int, take: Callable[[bytes], object]) -> None:
-    """Give `take` the body as it comes. Raises `ClientLeftError`, and `TooLargeError` as soon as
-    more than `limit` bytes are declared or read."""
+    """Give `take` the body as it comes. Raises `ClientLeftError`, `TooLargeError` as soon as
+    more than `limit` bytes are declared or read, and `QueueFullError` where the tenant's requests
+    hold too much together; small bodies do not count."""
     declared = header(request.scope, b"content-length")
     if declared.isdigit() and int(declared) > limit:
         raise TooLargeError(f"the body has {declared} bytes, {limit} are allowed")
-    size, more = 0, True
+    held = current_held_bytes.get()
+    size, counted, more = 0, 0, True
     while more:
         message = await request.receive()
         if message["type"] == "http.disconnect":
@@ -99,6 +102,9 @@ async def read_chunks(request: Request, limit: int, take: Callable[[bytes], obje
         size += len(chunk)
         if size > limit:
             raise TooLargeError(f"the body has more than {limit} bytes, which is the limit")
+        if size > SMALL_BODY_BYTES and held is not None:
+            held.take(size - counted)
+            counted = size
         take(chunk)
 
 
