@@ -30,6 +30,7 @@ from lookonce.server.routes.pooling import MAX_INPUTS, MAX_NUMBERS
 from lookonce.server.routes.realtime.session import MAX_RESPONSES
 from lookonce.server.routes.realtime.session import MAX_VALUES as MAX_EVENT_VALUES
 from lookonce.server.routes.serving_base import MAX_SCORED
+from lookonce.server.services import LARGEST_BODIES_HELD
 from lookonce.types.logs import MAX_LINES
 from lookonce.types.sampling import MAX_BIASES, MAX_GRAMMAR_BYTES
 
@@ -104,6 +105,9 @@ BUDGETS = (
            "413"),
     Budget("stored items of a page", LARGEST_PAGE, "bytes", "request",
            "the page ends earlier, after one item at least"),
+    Budget("bodies and fetched media of requests that are being served",
+           f"{LARGEST_BODIES_HELD} largest bodies; half where there are several tenants", "bytes",
+           "tenant", "429"),
     Budget("calls waiting for stored responses and conversations", MAX_CALLS, "calls", "tenant",
            "429; the others wait for their turns"),
     # of a request

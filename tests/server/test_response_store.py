@@ -15,7 +15,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from lookonce.errors import BadRequestError, ConfigError, NotFoundError, QueueFullError, TooLargeError
+from lookonce.errors import (
+    BadRequestError,
+    ConfigError,
+    NotFoundError,
+    QueueFullError,
+    TooLargeError,
+)
 from lookonce.server import response_store
 from lookonce.server.response_store import Origin, ResponseDatabase, ResponseStore
 
@@ -275,9 +281,11 @@ class HeldDatabase:
 
     def __init__(self):
         self.served = []
+        self.begun = threading.Event()
         self.go = threading.Event()
 
     def body(self, tenant, kind, name):
+        self.begun.set()
         self.go.wait(60)
         self.served.append(f"{tenant}{name}")
 
@@ -322,8 +330,7 @@ def test_too_many_calls_of_a_tenant_are_refused_but_not_what_ends_a_response(mon
         database = HeldDatabase()
         with closing(ResponseStore(database, max_waiting=2)) as store:
             calls = await begun(store, "aaa")
-            while store.num_waiting("a") > 2:  # the thread has not taken the first one yet
-                await asyncio.sleep(0.001)
+            assert await asyncio.to_thread(database.begun.wait, 60)
             with pytest.raises(QueueFullError, match="stored responses"):
                 await store.call(HeldDatabase.body, "a", "response", 3)
             calls += await begun(store, "b")

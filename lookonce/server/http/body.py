@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 import msgspec
 from starlette.requests import Request
 
-from lookonce.config import MediaConfig
 from lookonce.errors import BadRequestError, RequestError, TooLargeError
 from lookonce.frontend.requests import (
     HARMLESS_VALUES,
@@ -45,8 +44,6 @@ D = TypeVar("D")
 MISSING_FIELD = re.compile("missing required field `(.+)`")
 MSGSPEC_PATH = re.compile(r" - at `\$\.?([^`]{1,200})`$")
 
-BASE_BODY_BYTES = 16 * 1024 * 1024
-LARGEST_MEDIA_PER_BODY = 4
 SMALL_BODY_BYTES = 64 * 1024
 FEW_VALUES = 2048
 """A body with fewer commas is decoded on the event loop, whatever its size."""
@@ -64,18 +61,13 @@ what is nested too deeply to be encoded there must not be decoded."""
 async def receive(request: Request, kind: type[T]) -> T:
     """Read and decode the body; raises `TooLargeError` or `BadRequestError` naming the part."""
     services: Services = request.app.state.services
-    body = await read_body(request, body_limit(services.config.media))
+    body = await read_body(request, services.config.media.max_body_bytes)
     decoded, unknown = await decoded_body(request, body, lambda: parse_reporting(body, kind))
     if unknown:
         request.state.warning = services.unknown_fields.judge(unknown, kind)
     if ignored := ignored_fields(decoded):
         note_ignored(request, services.unknown_fields, ignored)
     return decoded
-
-
-def body_limit(media: MediaConfig) -> int:
-    """Most bytes of a body: a few of the largest media in base64, and 16 MiB for the rest."""
-    return BASE_BODY_BYTES + LARGEST_MEDIA_PER_BODY * (media.max_bytes + 2) // 3 * 4
 
 
 async def read_body(request: Request, limit: int) -> bytes:

@@ -80,7 +80,8 @@ class StoredTurn:
 
     async def begin(self, response_id: str, given: str | list[Json]) -> list[Json]:
         """The items that the request continues; those of the request are stored. Raises
-        `NotFoundError`, `QueueFullError`, and `TooLargeError` where they had to be stored in a conversation."""
+        `NotFoundError`, `QueueFullError`, and `TooLargeError` where they had to be stored in a
+        conversation."""
         if self.store is None or not (self.keep or self.adds_to_conversation):
             return await self.context()
         items = stored_items(given)
