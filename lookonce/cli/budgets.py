@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from lookonce.cache.identity import MAX_BINDINGS
+from lookonce.cache.slabs import MAX_SLABS
 from lookonce.config import ConnectionConfig, Options, SessionConfig
 from lookonce.core.scheduler import MAX_SHARES
 from lookonce.engine.process import grammar
@@ -176,6 +178,10 @@ BUDGETS = (
            "pixels", "item", "413 before it is drawn"),
     Budget("media waiting", pool.MAX_QUEUE_PER_TENANT, "items", "tenant", "429"),
     Budget("media waiting of all", pool.MAX_QUEUE, "items", "process", "429"),
+    Budget("uuids that are remembered", MAX_BINDINGS, "uuids", "process",
+           "the one used longest ago is forgotten: its media is sent again"),
+    Budget("shared memory that is leased for media", MAX_SLABS, "slabs", "process",
+           "items travel in messages"),
     Budget("media workers", "turns", "CPU s", "tenant", "waits for the others' turns"),
     # grammars
     Budget("grammar", MAX_GRAMMAR_BYTES, "bytes", "request", "400"),
