@@ -27,6 +27,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from lookonce.core.encoder_scheduling import EncodeOwners
 from lookonce.core.request import Sequence
 from lookonce.core.scheduler_state import SchedulerState
 from lookonce.types.step import StepPlan
@@ -45,7 +46,7 @@ MIN_SLICE_TOKENS = 32
 FIRST_SLICE_TOKENS = 128
 """As long as it is not known how long tokens take."""
 CREDIT_SECONDS = 0.05
-"""That a tenant may use before the others' prompts, for its weight, when it comes back."""
+"""That a tenant may use, times its weight, before the others' prompts when it comes back."""
 NOBODY: frozenset[str] = frozenset()
 LEAST_SPREAD = 0.1
 """Below this relative spread of the numbers of sequences nothing is known of the part of a step's
@@ -128,7 +129,7 @@ class DecodeShares:
             return decodes
         self._note_served()
         decodes = self._limited(decodes)
-        if self._cuts_prompts:
+        if self._cuts_prompts and self._times.prompt_token:  # else nobody pays for prompts
             self._behind_decodes = self._behind(s.request.tenant for s in decodes)
             self.behind = self._behind(self._working)
         return decodes
@@ -176,18 +177,21 @@ class DecodeShares:
                 sequence.decode_turn = self._num_turns
         return [sequence for sequence in decodes if sequence in chosen]
 
-    def note_done(self, plan: StepPlan) -> None:
-        """The step has ended; nothing was updated yet.
+    def note_done(self, plan: StepPlan, encode_owners: EncodeOwners) -> None:
+        """The step has ended; nothing was updated yet. `encode_owners`: for whose requests its
+        items were encoded.
 
         Called for steps with new prompts while one tenant is served, too: what they cost is known
         then once another one comes.
         """
-        if plan.encode or plan.restore:
-            return
         seconds = self._state.clock() - self._planned_at
         num_decodes = sum(chunk.num_tokens == 1 for chunk in plan.scheduled)
         num_tokens = sum(chunk.num_tokens for chunk in plan.scheduled if chunk.num_tokens > 1)
-        if num_tokens >= MIN_SLICE_TOKENS:
+        if plan.encode or plan.restore:
+            fixed, each = self._times.line()
+            known = fixed + each * num_decodes + self._times.prompt_token * num_tokens
+            self._charge_encodes(encode_owners, max(0.0, seconds - known))
+        elif num_tokens >= MIN_SLICE_TOKENS:
             self._times.note_prompt(num_tokens, num_decodes, seconds)
         elif self.measures and num_decodes and not num_tokens:
             self._times.note(num_decodes, seconds)
@@ -203,6 +207,14 @@ class DecodeShares:
                 continue
             cost = each if chunk.num_tokens == 1 else self._times.prompt_token * chunk.num_tokens
             served.used += cost / served.weight
+
+    def _charge_encodes(self, owners: EncodeOwners, seconds: float) -> None:
+        """Each tenant with its part of the items."""
+        total = sum(len(indices) for _, indices in owners)
+        for request, indices in owners if self.measures else ():
+            served = self._served.get(request.tenant)
+            if served is not None:
+                served.used += seconds * len(indices) / total / served.weight
 
     @property
     def _is_one_tenant(self) -> bool:
@@ -234,7 +246,7 @@ class DecodeShares:
             before = self._served.get(tenant)
             used = least if before is None else before.used
             if tenant not in working:
-                credited = least - CREDIT_SECONDS / weights[tenant]
+                credited = least - CREDIT_SECONDS
                 used = credited if before is None else max(used, credited)
             until = now + LINGER_SECONDS
             self._served[tenant] = _Served(count, weights[tenant], until, used)

@@ -151,7 +151,8 @@ class Planner:
             if self._queues.turns.several:
                 self._plan_by_tenant(first, step)
             else:
-                shares.let_more_compute()  # there is nobody else's prompt
+                if shares.behind:
+                    shares.let_more_compute()  # there is nobody else's prompt
                 self._plan_prefills(first, step)
                 self._plan_admissions(step)
             self._was_stalled = step.stalled
