@@ -210,6 +210,7 @@ def test_limits_keep_to_what_everyone_may_expect(tenants, fixed, each):
         may = total / weight * (fixed + each * count)
         assert seconds <= (may + each * len(tenants)) * (1 + 1e-6)
     used = {t: rows[t] / tenants[t][1] for t in tenants}
-    for limited in limits:  # no other has more for its weight, but for one sequence
-        weight = tenants[limited][1]
-        assert all(used[limited] >= used[t] - 1 / tenants[t][1] - 1 / weight for t in tenants)
+    left_over = len(tenants) - 1  # sequences, where the share of each other one is rounded
+    for limited in limits:  # no other has more for its weight, but for these
+        own = left_over / tenants[limited][1] + 1e-9
+        assert all(used[limited] >= used[t] - left_over / tenants[t][1] - own for t in tenants)
