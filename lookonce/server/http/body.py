@@ -111,10 +111,13 @@ async def decoded_body(request: Request, body: bytes, decode: Callable[[], D]) -
         _check_count(body)
         return _deeper(HEADROOM, decode)
 
-    if not _has_many_values(body):
+    if len(body) <= SMALL_BODY_BYTES:
         return decode()
     services: Services = request.app.state.services
     principal: Principal = request.state.principal
+    if not _has_many_values(body):
+        await services.renderer.loop_turn(principal.tenant, len(body))
+        return decode()
     return await services.renderer.in_turn_if(True, principal.tenant, checked)
 
 
