@@ -171,6 +171,10 @@ class EncoderConfig:
     """External tiers of encoder outputs, nearest first."""
 
 
+BASE_BODY_BYTES = 16 * 1024 * 1024
+LARGEST_MEDIA_PER_BODY = 4
+
+
 @dataclass(frozen=True, slots=True)
 class MediaConfig:
     """Limits for what clients send; bytes, pixels and seconds."""
@@ -198,6 +202,11 @@ class MediaConfig:
     processor_cache_bytes: int = 4 * GIB
     """0 turns the processor cache off. Divided by the number of API processes."""
     processor_cache_type: ProcessorCacheType = DEFAULT_CACHE_TYPE
+
+    @property
+    def max_body_bytes(self) -> int:
+        """Of a request: a few of the largest media in base64, and 16 MiB for the rest."""
+        return BASE_BODY_BYTES + LARGEST_MEDIA_PER_BODY * (self.max_bytes + 2) // 3 * 4
 
     @property
     def items_per_prompt(self) -> dict[str, int]:

@@ -57,6 +57,7 @@ NO_REQUESTS = [
     TEXT + b"Content-Length: ten\r\n\r\n",
     TEXT + b"Content-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n",
     TEXT + b"Transfer-Encoding: chunked\r\n\r\nnothex\r\n",
+    TEXT + b"Transfer-Encoding: gzip, chunked\r\n\r\n3\r\nabc\r\n0\r\n\r\n",
     b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
 ]
 

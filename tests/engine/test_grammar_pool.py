@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import threading
 import time
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,7 +23,7 @@ from lookonce.engine.process.grammar import (
     GrammarWorker,
     grammar_key,
 )
-from lookonce.engine.process.grammar_worker import GrammarLimits
+from lookonce.engine.process.grammar_worker import NICENESS, GrammarLimits
 from lookonce.errors import BadRequestError, QueueFullError, UnavailableError
 from lookonce.types.sampling import Grammar
 from tests.support.engine.grammars import EOS, VOCAB
@@ -77,7 +77,7 @@ class GatedCompiler:
             gate.set()
 
 
-@contextmanager
+@contextlib.contextmanager
 def pooled(**options):
     compiler = GatedCompiler()
     pool = GrammarCompilerPool(lambda: None, **options)
@@ -302,6 +302,43 @@ def test_a_worker_whose_client_left_is_killed():
     with pytest.raises(ProcessLookupError):
         os.kill(worker.pid, 0)
     assert compiler.compile(grammar("[a-z]{4}"))
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="needs /proc")
+def test_a_grammar_that_takes_long_gets_a_low_priority_and_the_next_one_does_not():
+    compiler, left = compiler_with(cpu_seconds=60.0), threading.Event()
+    compiler.compile(grammar("[a-z]{3}"))
+    (worker,) = compiler._workers
+
+    def compile_long():
+        with contextlib.suppress(AbandonedError):
+            compiler.compile(grammar(PATTERNS, "json_schema"), left.is_set)
+
+    usual = usual_priority()
+    thread = threading.Thread(target=compile_long)
+    thread.start()  # with a worker of its own
+    try:
+        soon(lambda: len(compiler._workers) == 2)
+        (other,) = compiler._workers - {worker}
+        soon(lambda: max(priorities(other)) == max(usual, NICENESS))
+        assert os.getpriority(os.PRIO_PROCESS, other.pid) == usual  # of its first thread
+    finally:
+        left.set()
+        thread.join()
+    assert priorities(worker) == {usual}
+
+
+def priorities(worker):
+    threads = os.listdir(f"/proc/{worker.pid}/task")
+    found = set()
+    for thread in threads:
+        with contextlib.suppress(OSError):  # it has just ended
+            found.add(os.getpriority(os.PRIO_PROCESS, int(thread)))
+    return found or {usual_priority()}
+
+
+def usual_priority():
+    return os.getpriority(os.PRIO_PROCESS, 0)
 
 
 def test_a_worker_that_dies_fails_one_grammar_at_most():

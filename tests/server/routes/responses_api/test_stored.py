@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 import pytest
 
@@ -22,15 +22,17 @@ def opened(tmp_path):
 
     @contextmanager
     def open_store(site, max_bytes=1 << 20) -> Iterator[ResponseDatabase]:
-        database = ResponseDatabase(
-            tmp_path / "store", max_bytes=max_bytes, max_age=1000, durable=False
-        )
+        path = tmp_path / "store"
+        database = ResponseDatabase(path, max_bytes=max_bytes, max_age=1000, durable=False)
         site.services.responses = store = ResponseStore(database)
         try:
             yield database
-            store.later(ResponseDatabase.check_integrity)
         finally:
             store.close()
+        with closing(
+            ResponseDatabase(path, max_bytes=max_bytes, max_age=1000, durable=False)
+        ) as left:
+            left.check_integrity()
 
     return open_store
 
