@@ -125,6 +125,11 @@ class DecodeShares:
         return decodes
 
     @property
+    def may_limit(self) -> bool:
+        """Whether the next step may be chosen for several tenants."""
+        return not self._is_one_tenant
+
+    @property
     def prompt_tokens(self) -> int | None:
         """Most tokens of prompts that the step computes; None: as many as there is room for."""
         cost = self._times.prompt_token
