@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
@@ -72,9 +72,7 @@ class VirtualClock:
     def at(self, moment: float, call: Callable[..., None], *arguments: Any) -> None:
         """Call at `moment`, or now where that has passed."""
         self.num_events += 1
-        heapq.heappush(
-            self._events, (max(moment, self.now), self.num_events, call, arguments)
-        )
+        heapq.heappush(self._events, (max(moment, self.now), self.num_events, call, arguments))
 
     def after(self, seconds: float, call: Callable[..., None], *arguments: Any) -> None:
         self.at(self.now + seconds, call, *arguments)
@@ -144,7 +142,6 @@ class EngineTotals:
     """Seconds of steps."""
     processed: int = 0
     media: int = 0
-
 
 
 class SimulatedEngine:
@@ -227,9 +224,7 @@ class SimulatedEngine:
         """Of the end of the step, or of the steps, under way."""
         self._step: tuple[StepPlan, float] | None = None
 
-    def _open_connector(
-        self, block_bytes: int, shared: Sequence[SimulatedTier]
-    ) -> KVConnector:
+    def _open_connector(self, block_bytes: int, shared: Sequence[SimulatedTier]) -> KVConnector:
         own = [
             open_tier(spec, block_bytes, self.prices, self.clock)
             for spec in self.spec.kv_tiers

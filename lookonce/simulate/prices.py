@@ -87,7 +87,9 @@ class Prices(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                 pairs = count * (entry.start + (count + 1) / 2)
                 seconds += self.prompt_row + self.prompt_token * count + self.prompt_pair * pairs
         if plan.encode:
-            seconds += self.encode_step + sum(self.of_encoding(e.item.expansion.num_embeds) for e in plan.encode)
+            seconds += self.encode_step + sum(
+                self.of_encoding(e.item.expansion.num_embeds) for e in plan.encode
+            )
         return seconds
 
     def of_encoding(self, num_tokens: int) -> float:

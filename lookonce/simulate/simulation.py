@@ -327,9 +327,7 @@ class Simulation:
             router.add(engine)
         self._requests: Iterator[TraceRequest] = iter(())
         self.num_arrived = self.num_ended = 0
-        self._figures = Outcome(
-            spec=spec, first_token=np.zeros(0), per_token=np.zeros(0)
-        )
+        self._figures = Outcome(spec=spec, first_token=np.zeros(0), per_token=np.zeros(0))
         self._first: list[float] = []
         self._per_token: list[float] = []
         self._last_end = 0.0

@@ -251,9 +251,7 @@ def _checked(
         output_tokens = 1
         if len(blocks) * block_tokens < prompt_tokens + 1:
             blocks = np.append(blocks, mix(blocks[-1:]))
-    return TraceRequest(
-        arrival, prompt_tokens, output_tokens, blocks, block_tokens, media, tenant
-    )
+    return TraceRequest(arrival, prompt_tokens, output_tokens, blocks, block_tokens, media, tenant)
 
 
 # --- generators ----------------------------------------------------------------------------------
