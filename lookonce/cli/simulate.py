@@ -150,7 +150,11 @@ def specs_of(asked: Asked) -> list[FleetSpec]:
             max_num_batched_tokens=asked.max_num_batched_tokens,
             kv_tiers=chain,
         )
-        found.append(FleetSpec(engines=int(engines), router=router, engine=engine))
+        spec = FleetSpec(
+            engines=int(engines), router=router if engines > 1 else routers[0], engine=engine
+        )
+        if spec not in found:  # one engine needs no router
+            found.append(spec)
     return found
 
 

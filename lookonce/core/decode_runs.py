@@ -55,6 +55,7 @@ class DecodeRuns:
             or state.has_runner_updates
             or state.snapshots is not None
             or len(decoding) > self._planner.max_decodes
+            or self._planner.has_starved
             or self._planner.decode_shares.may_limit
         ):
             return 0

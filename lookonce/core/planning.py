@@ -94,6 +94,11 @@ class Planner:
         """Most sequences that decode in one step."""
         return self._max_tokens
 
+    @property
+    def has_starved(self) -> bool:
+        """Whether a sequence may go first in the next step, as it got nothing in the last one."""
+        return bool(self._fairness.starved)
+
     def plan(self) -> StepPlan | None:
         """The next step, or None with nothing to compute and nothing to tell the runner."""
         step = self._plan_pass()

@@ -45,7 +45,10 @@ def recommend(outcomes: Sequence[Outcome], costs: Costs, target_p99: float | Non
         best = min(outcomes, key=lambda each: each.figures()["first_token_p99"] or float("inf"))
         told = best.figures()["first_token_p99"]
         least = "nothing is answered" if told is None else f"the least is {told:.3g} s"
-        return f"None of these has a p99 first token within {target_p99:g} s: {least}, with {name_of(best.spec)}."
+        return (
+            f"None of these answers every request with a p99 first token within {target_p99:g} s: "
+            f"{least}, with {name_of(best.spec)}."
+        )
     fitting.sort(key=lambda each: (cost_of(each.spec, costs), each.figures()["first_token_p99"]))
     best = fitting[0]
     p99 = best.figures()["first_token_p99"]
