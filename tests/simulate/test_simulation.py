@@ -40,6 +40,7 @@ PRICES = Prices(
     encoder_row_bytes=64,
     item_token_bytes=64,
 )
+ONE = FleetSpec()
 SHAPE = Shape(requests=40, rate=1.0, turns=4, pictures=4, think_seconds=20.0, output_tokens=12)
 
 
@@ -56,7 +57,7 @@ def asked(
 
 
 def run(
-    requests: list[TraceRequest], spec: FleetSpec = FleetSpec(), prices: Prices = PRICES
+    requests: list[TraceRequest], spec: FleetSpec = ONE, prices: Prices = PRICES
 ) -> list[Served]:
     ended: list[Served] = []
     simulation = Simulation(spec, prices, ended.append)
@@ -154,7 +155,7 @@ def test_nothing_is_lost_however_requests_come(
     requests = sorted(
         (asked(a, p, o, name=n) for a, p, o, n in given_requests), key=lambda r: r.arrival
     )
-    small = EngineSpec(kv_cache_bytes=24 * 64 * 16, max_num_seqs=3, max_num_batched_tokens=64)
+    small = EngineSpec(kv_cache_bytes=24 * KV_BYTES * 16, max_num_seqs=3, max_num_batched_tokens=64)
     ended = run(requests, FleetSpec(engine=small))
     assert [served.number for served in ended] == list(range(len(requests)))
     for served in ended:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -109,7 +110,7 @@ def test_a_turn_begins_with_all_before_it(name: str) -> None:
         sessions.setdefault(request.session, []).append(request)
     longest = max(sessions.values(), key=len)
     assert len(longest) > 1
-    for before, after in zip(longest, longest[1:], strict=False):
+    for before, after in pairwise(longest):
         full = (before.prompt_tokens + before.output_tokens) // 16 * 16
         assert shared(before, after) >= full
         assert after.media[: len(before.media)] == before.media
