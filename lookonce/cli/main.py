@@ -308,6 +308,10 @@ def simulate(
         list[str],
         typer.Option("--set", metavar="NAME=NUMBER", help="Of a generator: requests, rate, …"),
     ] = [],  # noqa: B006
+    per_engine: Annotated[
+        bool,
+        typer.Option("--per-engine", help="A generator's requests and rate are of each engine."),
+    ] = False,
     max_requests: Annotated[int | None, typer.Option(min=1, help="The first ones only.")] = None,
     speed: Annotated[float, typer.Option(help="How many times as fast requests come.")] = 1.0,
     max_num_seqs: Annotated[int, typer.Option(min=1, help="As for serve.")] = 64,
@@ -335,6 +339,7 @@ def simulate(
         kv_tier=tuple(kv_tier),
         prices=prices,
         shape=tuple(settings),
+        per_engine=per_engine,
         max_requests=max_requests,
         speed=speed,
         max_num_seqs=max_num_seqs,

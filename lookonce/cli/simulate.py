@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import json
 import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,7 @@ class Asked:
     kv_tier: tuple[str, ...] = ()
     prices: Path | None = None
     shape: tuple[str, ...] = ()
+    per_engine: bool = False
     max_requests: int | None = None
     speed: float = 1.0
     max_num_seqs: int = 64
@@ -67,7 +69,7 @@ def run_simulate(asked: Asked) -> int:
     outcomes = []
     for spec in specs_of(asked):
         began = time.perf_counter()
-        outcome = Simulation(spec, prices).run(requests)
+        outcome = Simulation(spec, prices).run(requests(spec))
         outcomes.append((outcome, time.perf_counter() - began))
     _print_table(outcomes)
     costs = Costs(engine=asked.engine_cost, host_gb=asked.host_gb_cost)
@@ -95,20 +97,32 @@ def run_simulate(asked: Asked) -> int:
     return 0
 
 
-def requests_of(asked: Asked) -> list[TraceRequest]:
-    """Of a file, or of a generator by its name. Raises `ConfigError`."""
+def requests_of(asked: Asked) -> Callable[[FleetSpec], Iterable[TraceRequest]]:
+    """Gives the requests of a file, or of a generator by its name, which are made as they are
+    needed. Raises `ConfigError`."""
     if asked.speed <= 0:
         raise ConfigError(f"--speed is above 0, got {asked.speed}")
     if asked.trace in GENERATORS:
-        found = GENERATORS[asked.trace](_shape(asked.shape))
-        found = found[: asked.max_requests]
-    elif asked.shape:
-        raise ConfigError(f"--set is of generators: {', '.join(GENERATORS)}")
-    else:
-        found = read_trace(Path(asked.trace), max_requests=asked.max_requests)
-    if asked.speed == 1.0:
-        return found
-    return [msgspec.structs.replace(each, arrival=each.arrival / asked.speed) for each in found]
+        shape = _shape(asked.shape)
+
+        def generated(spec: FleetSpec) -> Iterable[TraceRequest]:
+            times = spec.engines if asked.per_engine else 1
+            larger = replace(shape, requests=shape.requests * times, rate=shape.rate * times)
+            made = GENERATORS[asked.trace](larger)
+            return _faster(itertools.islice(made, asked.max_requests), asked.speed)
+
+        return generated
+    if asked.shape or asked.per_engine:
+        raise ConfigError(f"--set and --per-engine are of generators: {', '.join(GENERATORS)}")
+    found = read_trace(Path(asked.trace), max_requests=asked.max_requests)
+    return lambda spec: _faster(found, asked.speed)
+
+
+def _faster(requests: Iterable[TraceRequest], speed: float) -> Iterable[TraceRequest]:
+    if speed == 1.0:
+        return requests
+    replaced = msgspec.structs.replace
+    return (replaced(each, arrival=each.arrival / speed) for each in requests)
 
 
 def _shape(given: tuple[str, ...]) -> Shape:

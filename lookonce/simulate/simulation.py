@@ -10,6 +10,7 @@ loads as late as a real one gets them. The others are what it is compared with.
 
 from __future__ import annotations
 
+import gc
 import random
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,7 +24,7 @@ from lookonce.engine.process import cache_events
 from lookonce.errors import ConfigError
 from lookonce.fleet.identity import PIECE_TOKENS, Identity, Medium, Piece
 from lookonce.fleet.index import short
-from lookonce.fleet.router import Router
+from lookonce.fleet.router import EngineState, Router
 from lookonce.fleet.subscriber import (
     GATHER_SECONDS,
     Added,
@@ -42,6 +43,12 @@ MODEL = "simulated"
 CHARS_PER_TOKEN = 4
 RING_POINTS = 64
 """Of each engine, for consistent hashing."""
+YOUNG_OBJECTS = 200_000
+"""Allocations between two collections of garbage."""
+MOST_COMPARED = 64
+"""Engines of which the router compares all."""
+KNOWING_COMPARED, IDLE_COMPARED = 16, 8
+"""Of more engines: those that know most of a request, and those with the least to do."""
 _SPREAD = 0x9E3779B97F4A7C15
 _MASK = 0xFFFF_FFFF_FFFF_FFFF
 
@@ -72,25 +79,59 @@ class PriceRouter:
         self._clock = clock
         self.router = Router()
         self._engines: dict[str, SimulatedEngine] = {}
+        self._states: list[EngineState] = []
+        """By number."""
+        self._waiting: NDArray[np.float64] = np.zeros(0)
+        """Seconds of work at each engine, by its number."""
         self._coming: dict[str, list[Change]] = {}
         """By engine: events that its subscriber has not handed on."""
 
     def add(self, engine: SimulatedEngine) -> None:
         self._engines[engine.name] = engine
-        self.router.add_engine(engine.name, MODEL, follows=True)
+        state = self.router.add_engine(engine.name, MODEL, follows=True)
+        assert state.number == len(self._states)
+        self._states.append(state)
+        self._waiting = np.zeros(len(self._states))
 
     def choose(self, served: Served) -> SimulatedEngine:
-        served.route = self.router.route(str(served.number), identity_of(served.request))
+        identity = identity_of(served.request)
+        among = None
+        if len(self._states) > MOST_COMPARED:
+            among = self._likely(identity)
+        served.route = self.router.route(str(served.number), identity, among=among)
+        self._note_waiting(served.route.engine)
         return self._engines[served.route.engine.name]
+
+    def _likely(self, identity: Identity) -> list[EngineState]:
+        """The engines that know most of the request and have the least to do, and those that have
+        the least to do at all."""
+        found: dict[int, None] = {}
+        for numbers in self.router.engines_that_know(identity):
+            left = KNOWING_COMPARED - len(found)
+            if len(numbers) > left:
+                listed = np.fromiter(numbers, np.intp, len(numbers))
+                order = np.argpartition(self._waiting[listed], left - 1)[:left]
+                numbers = listed[order].tolist()
+            found.update(dict.fromkeys(numbers))
+            if len(found) >= KNOWING_COMPARED:
+                break
+        idle = np.argpartition(self._waiting, IDLE_COMPARED)[:IDLE_COMPARED]
+        found.update(dict.fromkeys(idle.tolist()))
+        return [self._states[number] for number in found]
+
+    def _note_waiting(self, state: EngineState) -> None:
+        self._waiting[state.number] = state.waiting_seconds()
 
     def answered(self, served: Served) -> None:
         self.router.answered(served.route, self._clock.now - served.arrival)
+        self._note_waiting(served.route.engine)
 
     def ended(self, served: Served) -> None:
         failed = bool(served.failed)
         self.router.ended(str(served.number), served.route, failed=failed)
         if not failed:
             self.router.note_answer_tokens(served.request.output_tokens)
+        self._note_waiting(served.route.engine)
 
     def publish(self, engine: SimulatedEngine, topic: str, changes: list[Any]) -> None:
         """What an engine's events tell; handed on together after `GATHER_SECONDS`."""
@@ -346,7 +387,14 @@ class Simulation:
         """Serve all requests, which are in order of their arrivals."""
         self._requests = iter(requests)
         self._next_arrival()
-        self.clock.run()
+        thresholds = gc.get_threshold()
+        gc.freeze()  # the trace and the engines stay: they need not be searched
+        gc.set_threshold(YOUNG_OBJECTS, *thresholds[1:])
+        try:
+            self.clock.run()
+        finally:
+            gc.set_threshold(*thresholds)
+            gc.unfreeze()
         return self._outcome()
 
     def _next_arrival(self) -> None:

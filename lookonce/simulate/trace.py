@@ -15,6 +15,7 @@ next prompt begins with both. No trace has contents.
 from __future__ import annotations
 
 import csv
+import heapq
 import itertools
 import json
 from array import array
@@ -72,18 +73,22 @@ class TraceRequest(msgspec.Struct, frozen=True, gc=False):
 def token_ids(request: TraceRequest) -> NDArray[np.int32]:
     """Tokens of prompt and answer: equal where blocks are equal, else different."""
     total = request.prompt_tokens + request.output_tokens
-    starts = mix(request.blocks) >> np.uint64(33)
-    tokens = starts[:, None] + np.arange(request.block_tokens, dtype=np.uint64)
-    return (tokens.ravel()[:total] & np.uint64(0x7FFF_FFFF)).astype(np.int32)
+    starts = (mix(request.blocks) >> np.uint64(33)).astype(np.uint32)
+    tokens = starts[:, None] + np.arange(request.block_tokens, dtype=np.uint32)
+    tokens &= np.uint32(0x7FFF_FFFF)
+    return tokens.ravel()[:total].view(np.int32)
 
 
 def mix(numbers: Blocks) -> Blocks:
     """A one-to-one map of 64-bit numbers to such that look random (splitmix64)."""
-    with np.errstate(over="ignore"):
-        mixed = numbers + np.uint64(0x9E3779B97F4A7C15)
-        mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    mixed = numbers + _GOLDEN
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * _FIRST
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * _SECOND
     return mixed ^ (mixed >> np.uint64(31))
+
+
+_GOLDEN, _FIRST = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9)
+_SECOND = np.uint64(0x94D049BB133111EB)
 
 
 def number_of(*parts: object) -> int:
@@ -223,8 +228,7 @@ def _servegen(fields: dict[str, Any], number: int) -> TraceRequest:
 def _own_blocks(number: int, num_tokens: int, size: int) -> Blocks:
     """Blocks that no other request has."""
     start = np.uint64(number_of("own", number))
-    with np.errstate(over="ignore"):
-        return mix(start + np.arange(-(-max(1, num_tokens) // size), dtype=np.uint64))
+    return mix(start + np.arange(-(-max(1, num_tokens) // size), dtype=np.uint64))
 
 
 def _checked(
@@ -281,65 +285,67 @@ class Shape:
     block_tokens: int = 16
 
 
-Generator = Callable[[Shape], list[TraceRequest]]
+Generator = Callable[[Shape], Iterator[TraceRequest]]
 
 
-def zipf(shape: Shape) -> list[TraceRequest]:
+def zipf(shape: Shape) -> Iterator[TraceRequest]:
     """Questions about pictures, some of which are asked about far more often than others."""
     draws = _Draws(shape)
-    made = []
     for number, arrival in enumerate(draws.arrivals(shape.requests, shape.rate)):
         story = _Story(shape, number_of(shape.seed, "system", draws.below(shape.systems)))
         story.say(shape.system_tokens)
         story.show(draws.picture())
         story.begin(number_of(shape.seed, "question", number))
         story.say(draws.length(shape.user_tokens))
-        made.append(story.ask(arrival, draws.length(shape.output_tokens)))
-    return made
+        yield story.ask(arrival, draws.length(shape.output_tokens))
 
 
-def conversations(shape: Shape) -> list[TraceRequest]:
+def conversations(shape: Shape) -> Iterator[TraceRequest]:
     """Sessions of several turns about one popular picture; each prompt has all that was said."""
-    return _sessions(shape, pictures_per_turn=0)
+    return _sessions(shape, new_picture=False)
 
 
-def agents(shape: Shape) -> list[TraceRequest]:
+def agents(shape: Shape) -> Iterator[TraceRequest]:
     """Sessions that send a new screenshot in each turn, after all that came before."""
-    return _sessions(shape, pictures_per_turn=1)
+    return _sessions(shape, new_picture=True)
 
 
-def fresh(shape: Shape) -> list[TraceRequest]:
+def fresh(shape: Shape) -> Iterator[TraceRequest]:
     """Nothing is ever repeated."""
     draws = _Draws(shape)
-    made = []
     for number, arrival in enumerate(draws.arrivals(shape.requests, shape.rate)):
         story = _Story(shape, number_of(shape.seed, "fresh", number))
         story.show(media_key(shape.seed, "new", number))
         story.say(draws.length(shape.system_tokens + shape.user_tokens))
-        made.append(story.ask(arrival, draws.length(shape.output_tokens)))
-    return made
+        yield story.ask(arrival, draws.length(shape.output_tokens))
 
 
-def _sessions(shape: Shape, pictures_per_turn: int) -> list[TraceRequest]:
+def _sessions(shape: Shape, *, new_picture: bool) -> Iterator[TraceRequest]:
+    """Sessions begin at random times; the requests of all of them in order of arrival."""
     draws = _Draws(shape)
-    made: list[TraceRequest] = []
     num_sessions = -(-shape.requests // shape.turns)
-    for session, begun in enumerate(draws.arrivals(num_sessions, shape.rate / shape.turns)):
-        story = _Story(shape, number_of(shape.seed, "system", draws.below(shape.systems)))
-        story.say(shape.system_tokens)
-        if not pictures_per_turn:
-            story.show(draws.picture())
-        story.begin(number_of(shape.seed, "session", session))
-        story.session = session
-        at = begun
-        for turn in range(shape.turns):
-            for each in range(pictures_per_turn):
-                story.show(media_key(shape.seed, "screen", session, turn, each))
-            story.say(draws.length(shape.user_tokens))
-            made.append(story.ask(at, draws.length(shape.output_tokens)))
-            at += draws.gap(shape.think_seconds)
-    made.sort(key=lambda request: request.arrival)
-    return made[: shape.requests]
+    begins = enumerate(draws.arrivals(num_sessions, shape.rate / shape.turns))
+    coming = next(begins, None)
+    running: list[tuple[float, int, int, _Story]] = []
+    for _ in range(shape.requests):
+        if coming is not None and (not running or coming[1] <= running[0][0]):
+            session, begun = coming
+            coming = next(begins, None)
+            story = _Story(shape, number_of(shape.seed, "system", draws.below(shape.systems)))
+            story.say(shape.system_tokens)
+            if not new_picture:
+                story.show(draws.picture())
+            story.begin(number_of(shape.seed, "session", session))
+            story.session = session
+            heapq.heappush(running, (begun, session, 0, story))
+        arrival, session, turn, story = heapq.heappop(running)
+        if new_picture:
+            story.show(media_key(shape.seed, "screen", session, turn))
+        story.say(draws.length(shape.user_tokens))
+        yield story.ask(arrival, draws.length(shape.output_tokens))
+        if turn + 1 < shape.turns:
+            later = arrival + draws.gap(shape.think_seconds)
+            heapq.heappush(running, (later, session, turn + 1, story))
 
 
 GENERATORS: dict[str, Generator] = {
@@ -360,7 +366,9 @@ class _Draws:
         self._popularity = np.cumsum(ranks**-shape.zipf)
 
     def arrivals(self, count: int, rate: float) -> list[float]:
-        return list(map(float, np.cumsum(self._random.exponential(1.0 / rate, count))))
+        gaps = np.random.default_rng(self._shape.seed + 1).exponential(1.0 / rate, count)
+        times: list[float] = np.cumsum(gaps).tolist()
+        return times
 
     def gap(self, mean: float) -> float:
         return float(self._random.exponential(mean))
@@ -399,8 +407,7 @@ class _Story:
         self._tokens += num_tokens
         first, last = len(self._blocks), -(-self._tokens // size)
         if last > first:
-            with np.errstate(over="ignore"):
-                own = mix(np.uint64(self._name) + np.arange(first, last, dtype=np.uint64))
+            own = mix(np.uint64(self._name) + np.arange(first, last, dtype=np.uint64))
             self._blocks.frombytes(own.tobytes())
 
     def show(self, key: bytes) -> None:

@@ -119,7 +119,7 @@ def test_a_tier_gives_back_what_the_device_has_lost() -> None:
 @pytest.mark.parametrize("name", GENERATORS)
 def test_every_request_ends_once_and_a_seed_decides_everything(name: str, router: str) -> None:
     spec = FleetSpec(engines=3, router=router)
-    requests = GENERATORS[name](SHAPE)
+    requests = list(GENERATORS[name](SHAPE))
     runs = [run(requests, spec, Prices()) for _ in range(2)]
     for one, other in zip(*runs, strict=True):
         assert (one.first_token, one.ended) == (other.first_token, other.ended)
@@ -131,7 +131,7 @@ def test_every_request_ends_once_and_a_seed_decides_everything(name: str, router
 @pytest.mark.parametrize("gigabytes", [1.0, 0.0015])
 def test_runs_of_steps_equal_single_steps(name: str, gigabytes: float) -> None:
     engine = EngineSpec(kv_cache_bytes=int(gigabytes * (1 << 30)))
-    requests = GENERATORS[name](SHAPE)
+    requests = list(GENERATORS[name](SHAPE))
     several = run(requests, FleetSpec(engine=engine), Prices())
     each = msgspec.structs.replace(engine, every_step=True)
     single = run(requests, FleetSpec(engine=each), Prices())
