@@ -9,6 +9,10 @@ from lookonce.config import GIB
 from lookonce.simulate.simulation import FleetSpec, Outcome
 
 
+LEAST_SAVED = 0.01
+"""A share of the cost that is worth telling of."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
     """In one unit of the reader's: what an engine costs beside its memory for tiers."""
@@ -57,7 +61,8 @@ def recommend(outcomes: Sequence[Outcome], costs: Costs, target_p99: float | Non
     others = [each for each in fitting if cost_of(each.spec, costs) > cost * 1.0001]
     if others:
         saved = 1.0 - cost / cost_of(others[0].spec, costs)
-        line += f", {saved:.0%} cheaper than {name_of(others[0].spec)}"
+        if saved >= LEAST_SAVED:
+            line += f", {saved:.0%} cheaper than {name_of(others[0].spec)}"
     return line + "."
 
 

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from collections import deque
+from types import SimpleNamespace
+from typing import cast
+
 import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lookonce.config import EncoderConfig, KVConfig, ModelConfig, SchedulerConfig
+from lookonce.core.block_pool import BlockPool
+from lookonce.core.scheduler import Scheduler
+from lookonce.engine.process.build import assemble
+from lookonce.engine.process.grammar import GrammarCompiler
+from lookonce.engine.process_io import EngineSettings
 from lookonce.errors import ConfigError
 from lookonce.simulate.engine import EngineSpec, Served
 from lookonce.simulate.prices import Prices
@@ -19,8 +29,13 @@ from lookonce.simulate.trace import (
     TraceRequest,
     media_key,
     mix,
+    token_ids,
 )
 from lookonce.types.kv import parse_tier_spec
+from lookonce.types.media import Array
+from lookonce.types.request import GenerateRequest
+from lookonce.types.sampling import SamplingParams
+from lookonce.types.step import StepPlan, StepResult
 
 KV_BYTES = 8192
 PRICES = Prices(
@@ -182,3 +197,111 @@ def test_a_request_is_told_to_the_router_as_pieces() -> None:
 def test_a_router_that_there_is_not_is_refused() -> None:
     with pytest.raises(ConfigError, match="there is no router 'x'"):
         Simulation(FleetSpec(router="x"), PRICES)
+
+
+class RecitingRunner:
+    """Samples what the trace has; sequences are numbered in the order of their requests."""
+
+    def __init__(self, requests: list[TraceRequest]) -> None:
+        self._tokens = [token_ids(request) for request in requests]
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        sampled = [each for each in plan.scheduled if each.sample]
+        return StepResult(
+            token_ids=tuple(
+                int(self._tokens[each.seq_id][each.start + each.num_tokens]) for each in sampled
+            ),
+            encode_seconds=dict.fromkeys((item.key for item in plan.encode), 2.5),
+        )
+
+
+def plans_of_an_engine(requests: list[TraceRequest], engine: EngineSpec) -> list[StepPlan]:
+    """What a real engine plans for these requests, if its steps take what the prices say."""
+    model = Simulation(ONE, PRICES).engines[0].info
+    settings = EngineSettings(
+        model=ModelConfig(folder="", served_name="model"),
+        scheduler=SchedulerConfig(
+            max_num_seqs=engine.max_num_seqs,
+            max_num_batched_tokens=engine.max_num_batched_tokens,
+            max_encoder_tokens=engine.max_num_batched_tokens,
+        ),
+        kv=KVConfig(),
+        encoder=EncoderConfig(cache_bytes=engine.encoder_cache_bytes),
+        address="",
+    )
+    pool = BlockPool(engine.kv_cache_bytes // (KV_BYTES * 16), 16)
+    compiler = cast(GrammarCompiler, SimpleNamespace(compile=None))
+    core, _ = assemble(model, RecitingRunner(requests), settings, pool, grammars=compiler)
+    plans: list[StepPlan] = []
+    recorded(core._scheduler, plans)
+    waiting = deque(requests)
+    now, api_free = 0.0, 0.0
+    coming: deque[tuple[float, TraceRequest]] = deque()
+    for each in requests:
+        api_free = max(api_free, each.arrival) + PRICES.request
+        coming.append((api_free, each))
+    while coming or core.has_work:
+        if not core.has_work:
+            now = max(now, coming[0][0])
+        while coming and coming[0][0] <= now:
+            _, request = coming.popleft()
+            prompt = token_ids(request)[: request.prompt_tokens]
+            core.add(
+                GenerateRequest(
+                    request_id=str(len(waiting)),
+                    scope=bytes(32),
+                    prompt=Array("int32", prompt.shape, prompt.data),
+                    features=(),
+                    sampling=SamplingParams(
+                        temperature=0.0, max_tokens=request.output_tokens, ignore_eos=True
+                    ),
+                    arrival=request.arrival,
+                ),
+                {},
+            )
+            waiting.popleft()
+        count = len(plans)
+        core.step()
+        now += sum(PRICES.of_step(plan) for plan in plans[count:] if plan.scheduled)
+    return plans
+
+
+def recorded(scheduler: Scheduler, plans: list[StepPlan]) -> None:
+    """Note every plan that the scheduler makes."""
+    plan = scheduler.plan
+
+    def planned() -> StepPlan | None:
+        made = plan()
+        if made is not None:
+            plans.append(made)
+        return made
+
+    scheduler.plan = planned  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("blocks", [400, 40])
+def test_an_engine_plans_the_same_for_a_recorded_trace(blocks: int) -> None:
+    random = np.random.default_rng(blocks)
+    requests = [
+        asked(
+            float(at),
+            int(random.integers(20, 220)),
+            int(random.integers(1, 30)),
+            name=int(random.integers(4)),
+        )
+        for at in np.cumsum(random.exponential(2.0, 40))
+    ]
+    engine = EngineSpec(
+        kv_cache_bytes=blocks * KV_BYTES * 16,
+        max_num_seqs=6,
+        max_num_batched_tokens=128,
+        every_step=True,
+    )
+    simulation = Simulation(FleetSpec(engine=engine), PRICES)
+    plans: list[StepPlan] = []
+    recorded(simulation.engines[0].scheduler, plans)
+    simulation.run(requests)
+    simulation.check_integrity()
+    real = plans_of_an_engine(requests, engine)
+    assert [plan.scheduled for plan in plans] == [plan.scheduled for plan in real]
+    assert len(plans) > 2 * len(requests)
