@@ -28,6 +28,7 @@ from benchmarks.pictures import data_url, distinct_pictures
 from benchmarks.report import Report, machine, median, publish
 from benchmarks.running_server import RunningServer, running_server, set_environment
 from lookonce.config import NANO_FOLDER
+from lookonce.render.media.pool import share_of_workers
 from lookonce.simulate.prices import Prices
 from lookonce.types.ports import ModelRunner
 from lookonce.types.step import StepPlan, StepResult
@@ -288,7 +289,8 @@ def measure(folder: str, server: RunningServer) -> tuple[Prices, Report]:
     steps, sizes = measure_steps(folder)
     prices, error = step_prices(steps, sizes)
     prices = request_prices(server, prices)
-    prices = msgspec.structs.replace(prices, measured_on=machine())
+    workers = share_of_workers()
+    prices = msgspec.structs.replace(prices, measured_on=machine(), media_workers=workers)
     report = Report("prices", ("price", "microseconds"))
     for name, value in msgspec.structs.asdict(prices).items():
         if isinstance(value, float):
