@@ -20,7 +20,6 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from benchmarks.bench_engine import BenchEngine, load_bench_model, prompt_with_pictures
 from benchmarks.load_generator import Arrivals, run_load
@@ -29,20 +28,10 @@ from benchmarks.report import Report, machine, median, publish
 from benchmarks.running_server import RunningServer, running_server, set_environment
 from lookonce.config import NANO_FOLDER
 from lookonce.render.media.pool import share_of_workers
-from lookonce.simulate.prices import Prices
+from lookonce.simulate.prices import STEP_PRICES, Prices, amounts_of, fit
 from lookonce.types.ports import ModelRunner
 from lookonce.types.step import StepPlan, StepResult
 
-STEP_PRICES = (
-    "step",
-    "decode_row",
-    "decode_context",
-    "prompt_row",
-    "prompt_token",
-    "prompt_pair",
-    "encode_step",
-    "encode_item",
-)
 SIDE_BY_SIDE = (1, 2, 4, 8, 16)
 PROMPTS = (16, 48, 100, 200, 400, 800)
 ANSWER = 48
@@ -73,15 +62,6 @@ class WatchedRunner:
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._runner, name)
-
-
-def amounts_of(plan: StepPlan) -> tuple[float, ...]:
-    """What `Prices.of_step` multiplies prices with, in the order of `STEP_PRICES`."""
-    names = msgspec.structs.asdict(Prices())
-    nothing = Prices(**{name: 0.0 for name in names if isinstance(names[name], float)})
-    return tuple(
-        msgspec.structs.replace(nothing, **{name: 1.0}).of_step(plan) for name in STEP_PRICES
-    )
 
 
 def measure_steps(folder: str) -> tuple[list[Step], Prices]:
@@ -122,7 +102,7 @@ def measure_steps(folder: str) -> tuple[list[Step], Prices]:
                 ]
                 run(batch, ANSWER, keep=keep)
             for length, pictures in itertools.product(PROMPTS, (0, 1, 2)):
-                if 24 * (pictures + 1) > length:
+                if pictures and 24 * (pictures + 1) > length:
                     continue
                 engine.forget_device()
                 seed = next(numbers)
@@ -136,21 +116,6 @@ def measure_steps(folder: str) -> tuple[list[Step], Prices]:
         max_model_len=info.max_model_len,
     )
     return steps, sizes
-
-
-def fit(amounts: NDArray[np.float64], seconds: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Prices, none below 0, with the least sum of squared relative errors. Prices that would be
-    negative are 0, the most negative first."""
-    rows = amounts / seconds[:, None]
-    prices = np.zeros(amounts.shape[1])
-    used = [n for n in range(amounts.shape[1]) if amounts[:, n].any()]
-    while used:
-        found, *_ = np.linalg.lstsq(rows[:, used], np.ones(len(rows)), rcond=None)
-        if found.min() >= 0:
-            prices[used] = found
-            break
-        used.pop(int(found.argmin()))
-    return prices
 
 
 def without_outliers(steps: Sequence[Step]) -> list[Step]:

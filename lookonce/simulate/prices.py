@@ -15,6 +15,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from lookonce.errors import ConfigError
 from lookonce.types.step import StepPlan
@@ -108,6 +110,45 @@ class Prices(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     def of_request(self, num_tokens: int, media_bytes: int) -> float:
         return self.request + self.request_token * num_tokens + self.request_byte * media_bytes
+
+
+# --- measuring --------------------------------------------------------------------------------------
+
+STEP_PRICES = (
+    "step",
+    "decode_row",
+    "decode_context",
+    "prompt_row",
+    "prompt_token",
+    "prompt_pair",
+    "encode_step",
+    "encode_item",
+)
+"""What `of_step` multiplies with amounts."""
+
+
+def amounts_of(plan: StepPlan) -> tuple[float, ...]:
+    """What `Prices.of_step` multiplies prices with, in the order of `STEP_PRICES`."""
+    names = msgspec.structs.asdict(Prices())
+    nothing = Prices(**{name: 0.0 for name in names if isinstance(names[name], float)})
+    return tuple(
+        msgspec.structs.replace(nothing, **{name: 1.0}).of_step(plan) for name in STEP_PRICES
+    )
+
+
+def fit(amounts: NDArray[np.float64], seconds: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Prices, none below 0, with the least sum of squared relative errors. Prices that would be
+    negative are 0, the most negative first."""
+    rows = amounts / seconds[:, None]
+    prices = np.zeros(amounts.shape[1])
+    used = [n for n in range(amounts.shape[1]) if amounts[:, n].any()]
+    while used:
+        found, *_ = np.linalg.lstsq(rows[:, used], np.ones(len(rows)), rcond=None)
+        if found.min() >= 0:
+            prices[used] = found
+            break
+        used.pop(int(found.argmin()))
+    return prices
 
 
 def read_prices(path: Path) -> Prices:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from lookonce.config import GIB
 from lookonce.simulate.simulation import FleetSpec, Outcome
 
-
 LEAST_SAVED = 0.01
 """A share of the cost that is worth telling of."""
 
