@@ -3,6 +3,7 @@
 
 steps     the engine without a server: decodes side by side, prompts in chunks, cached or not, with
           pictures or without; seconds by a least-squares fit without negative prices
+tiers     prompts of two lengths that come back from host memory and from a disk
 requests  a server that is asked one thing after another: what its first tokens take beyond the
           step, the CPU time of its API process for a request and for each token that it streams,
           and what a new picture takes beyond its encoder run
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,8 +29,10 @@ from benchmarks.pictures import data_url, distinct_pictures
 from benchmarks.report import Report, machine, median, publish
 from benchmarks.running_server import RunningServer, running_server, set_environment
 from lookonce.config import NANO_FOLDER
+from lookonce.model.loader import LoadedModel
 from lookonce.render.media.pool import share_of_workers
-from lookonce.simulate.prices import STEP_PRICES, Prices, amounts_of, fit
+from lookonce.simulate.prices import STEP_PRICES, Prices, TierPrices, amounts_of, fit
+from lookonce.types.kv import TierSpec
 from lookonce.types.ports import ModelRunner
 from lookonce.types.step import StepPlan, StepResult
 
@@ -36,6 +40,7 @@ SIDE_BY_SIDE = (1, 2, 4, 8, 16)
 PROMPTS = (16, 48, 100, 200, 400, 800)
 ANSWER = 48
 REPEATS = 3
+TIER_LENGTHS, TIER_LOADS, TIER_BYTES = (100, 1500), 12, 256 << 20
 ASKED = 30
 """Requests of each kind to the server."""
 SIZES = {"512": 512 * 512, "1024": 1024 * 1024}
@@ -64,9 +69,33 @@ class WatchedRunner:
         return getattr(self._runner, name)
 
 
-def measure_steps(folder: str) -> tuple[list[Step], Prices]:
+def measure_tier(loaded: LoadedModel, spec: TierSpec) -> TierPrices:
+    """What loading prompts of two lengths from a tier takes."""
+    amounts, seconds = [], []
+    names = [f"kv_tier_{what}:{spec.kind}" for what in ("loaded_bytes_total", "load_seconds_total")]
+    with BenchEngine(loaded, spec) as engine:
+        for number in range(TIER_LOADS):
+            length = TIER_LENGTHS[number % len(TIER_LENGTHS)]
+            told = []
+            for again in range(2):
+                request, items = prompt_with_pictures(
+                    f"{spec.kind}{number}.{again}", length, 0, seed=10_000 + number
+                )
+                before = engine.core.stats()
+                engine.run([(request, items)])
+                engine.settle()
+                after = engine.core.stats()
+                engine.forget_device()
+                told = [after.get(name, 0.0) - before.get(name, 0.0) for name in names]
+            if told[0] > 0 and told[1] > 0:
+                amounts.append((1.0, told[0]))
+                seconds.append(told[1])
+    operation, byte = map(float, fit(np.array(amounts), np.array(seconds)))
+    return TierPrices(operation=operation, byte=byte)
+
+
+def measure_steps(loaded: LoadedModel) -> tuple[list[Step], Prices]:
     """Steps of many kinds, and the sizes of the model as prices."""
-    loaded = load_bench_model(folder)
     watchers: list[WatchedRunner] = []
 
     def watched(runner: ModelRunner) -> ModelRunner:
@@ -251,8 +280,15 @@ def request_prices(server: RunningServer, prices: Prices) -> Prices:
 
 def measure(folder: str, server: RunningServer) -> tuple[Prices, Report]:
     """The price list of the model in `folder`, which `server` serves, and a table of it."""
-    steps, sizes = measure_steps(folder)
+    loaded = load_bench_model(folder)
+    steps, sizes = measure_steps(loaded)
     prices, error = step_prices(steps, sizes)
+    with tempfile.TemporaryDirectory() as scratch:
+        prices = msgspec.structs.replace(
+            prices,
+            host=measure_tier(loaded, TierSpec("host", capacity_bytes=TIER_BYTES)),
+            disk=measure_tier(loaded, TierSpec("disk", capacity_bytes=TIER_BYTES, path=scratch)),
+        )
     prices = request_prices(server, prices)
     workers = share_of_workers()
     prices = msgspec.structs.replace(prices, measured_on=machine(), media_workers=workers)
@@ -260,6 +296,9 @@ def measure(folder: str, server: RunningServer) -> tuple[Prices, Report]:
     for name, value in msgspec.structs.asdict(prices).items():
         if isinstance(value, float):
             report.add(name, 1e6 * value)
+        elif isinstance(value, TierPrices):
+            report.add(f"{name}, an operation", 1e6 * value.operation)
+            report.add(f"{name}, a MiB", 1e6 * value.byte * (1 << 20))
     report.notes.append(f"{len(steps)} steps; the median one is {error:.1%} from its price")
     return prices, report
 

@@ -112,7 +112,7 @@ class Prices(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return self.request + self.request_token * num_tokens + self.request_byte * media_bytes
 
 
-# --- measuring --------------------------------------------------------------------------------------
+# --- measuring ----------------------------------------------------------------------------------
 
 STEP_PRICES = (
     "step",
