@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lookonce.config import GIB
-from lookonce.simulate.simulation import FleetSpec, Outcome
+from lookonce.simulate.simulation import FleetSpec, Outcome, percentile
 
 LEAST_SAVED = 0.01
 """A share of the cost that is worth telling of."""
@@ -45,17 +45,15 @@ def recommend(outcomes: Sequence[Outcome], costs: Costs, target_p99: float | Non
         return ""
     fitting = [each for each in outcomes if fits(each, target_p99)]
     if not fitting:
-        best = min(outcomes, key=lambda each: each.figures()["first_token_p99"] or float("inf"))
-        told = best.figures()["first_token_p99"]
-        least = "nothing is answered" if told is None else f"the least is {told:.3g} s"
+        best = min(outcomes, key=p99_of)
+        least = f"the least is {p99_of(best):.3g} s, with {name_of(best.spec)}"
         return (
             f"None of these answers every request with a p99 first token within {target_p99:g} s: "
-            f"{least}, with {name_of(best.spec)}."
+            f"{least}."
         )
-    fitting.sort(key=lambda each: (cost_of(each.spec, costs), each.figures()["first_token_p99"]))
+    fitting.sort(key=lambda each: (cost_of(each.spec, costs), p99_of(each)))
     best = fitting[0]
-    p99 = best.figures()["first_token_p99"]
-    line = f"Take {name_of(best.spec)}: p99 first token {p99:.3g} s"
+    line = f"Take {name_of(best.spec)}: p99 first token {p99_of(best):.3g} s"
     cost = cost_of(best.spec, costs)
     others = [each for each in fitting if cost_of(each.spec, costs) > cost * 1.0001]
     if others:
@@ -65,6 +63,11 @@ def recommend(outcomes: Sequence[Outcome], costs: Costs, target_p99: float | Non
     return line + "."
 
 
+def p99_of(outcome: Outcome) -> float:
+    """Seconds; infinite where nothing was answered."""
+    p99 = percentile(outcome.first_token, 99)
+    return float("inf") if p99 is None else p99
+
+
 def fits(outcome: Outcome, target_p99: float) -> bool:
-    p99 = outcome.figures()["first_token_p99"]
-    return p99 is not None and p99 <= target_p99 and not outcome.failed
+    return p99_of(outcome) <= target_p99 and not outcome.failed
