@@ -300,6 +300,7 @@ def simulate(
         list[str],
         typer.Option(help="A tier as for serve, or none; each that is given is tried."),
     ] = [],  # noqa: B006
+    encoder_tier: Annotated[list[str], typer.Option(help="As for serve; nearest first.")] = [],  # noqa: B006
     prices: Annotated[
         Path | None,
         typer.Option(help="A file of `lookonce bench prices --json`; by default nano's."),
@@ -337,6 +338,7 @@ def simulate(
         router=router,
         kv_cache_gb=kv_cache_gb,
         kv_tier=tuple(kv_tier),
+        encoder_tier=tuple(encoder_tier),
         prices=prices,
         shape=tuple(settings),
         per_engine=per_engine,

@@ -47,6 +47,7 @@ class Asked:
     router: str = "price"
     kv_cache_gb: str = "1"
     kv_tier: tuple[str, ...] = ()
+    encoder_tier: tuple[str, ...] = ()
     prices: Path | None = None
     shape: tuple[str, ...] = ()
     per_engine: bool = False
@@ -163,6 +164,9 @@ def specs_of(asked: Asked) -> list[FleetSpec]:
             max_num_seqs=asked.max_num_seqs,
             max_num_batched_tokens=asked.max_num_batched_tokens,
             kv_tiers=chain,
+            encoder_tiers=tuple(
+                parse_tier_spec(text, "--encoder-tier") for text in asked.encoder_tier
+            ),
         )
         spec = FleetSpec(
             engines=int(engines), router=router if engines > 1 else routers[0], engine=engine

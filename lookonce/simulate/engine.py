@@ -32,13 +32,14 @@ from lookonce.kv.connector import KVConnector
 from lookonce.simulate.prices import Prices
 from lookonce.simulate.tiers import (
     SimulatedChain,
+    SimulatedOutputs,
     SimulatedPages,
     SimulatedTier,
     SimulatedTransfers,
-    open_tier,
+    own_tiers,
 )
 from lookonce.simulate.trace import TraceRequest, token_ids
-from lookonce.types.kv import KVLoadPolicy, TierSpec
+from lookonce.types.kv import KVLoadPolicy, OutputLayout, TierSpec
 from lookonce.types.media import ITEM_OVERHEAD, Array, Expansion, MediaFeature, ProcessedItem
 from lookonce.types.model import ModelInfo
 from lookonce.types.request import GenerateRequest
@@ -98,6 +99,7 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     prefix_caching: bool = True
     kv_tiers: tuple[TierSpec, ...] = ()
     kv_load: KVLoadPolicy = "auto"
+    encoder_tiers: tuple[TierSpec, ...] = ()
     every_step: bool = False
     """No runs: each step is an event."""
 
@@ -159,7 +161,9 @@ class SimulatedEngine:
         on_end: Callable[[Served], None],
         publish: Callable[[SimulatedEngine, str, list[Any]], None] | None = None,
         shared_tiers: Sequence[SimulatedTier] = (),
+        shared_outputs: Sequence[SimulatedTier] = (),
     ) -> None:
+        """`shared_tiers`, `shared_outputs`: those that other engines have, too."""
         self.name = name
         self.spec = spec
         self.prices = prices
@@ -200,6 +204,7 @@ class SimulatedEngine:
                 max_queue=spec.max_queue,
             ),
             self.connector,
+            external_outputs=self._open_outputs(shared_outputs),
         )
         self.directory = Directory(spec.processor_cache_bytes)
         self.totals = EngineTotals()
@@ -225,11 +230,7 @@ class SimulatedEngine:
         self._step: tuple[StepPlan, float] | None = None
 
     def _open_connector(self, block_bytes: int, shared: Sequence[SimulatedTier]) -> KVConnector:
-        own = [
-            open_tier(spec, block_bytes, self.prices, self.clock)
-            for spec in self.spec.kv_tiers
-            if spec.kind in ("host", "disk")
-        ]
+        own = own_tiers(self.spec.kv_tiers, block_bytes, self.prices, self.clock)
         chain = SimulatedChain([*own, *shared])
 
         def transfers(
@@ -250,6 +251,19 @@ class SimulatedEngine:
             policy=self.spec.kv_load,
             wake=self.wake,
             transfers=transfers,
+        )
+
+    def _open_outputs(self, shared: Sequence[SimulatedTier]) -> SimulatedOutputs | None:
+        if not self.spec.encoder_tiers:
+            return None
+        layout = OutputLayout.of_rows(self.prices.encoder_row_bytes, "uint8")
+        own = own_tiers(self.spec.encoder_tiers, layout.piece_bytes, self.prices, self.clock)
+        return SimulatedOutputs(
+            SimulatedChain([*own, *shared]),
+            layout,
+            at=self.clock.after,
+            clock=self.clock,
+            wake=self.wake,
         )
 
     # --- the API process ------------------------------------------------------------------------

@@ -29,11 +29,13 @@ def name_of(spec: FleetSpec) -> str:
     for tier in spec.engine.kv_tiers:
         size = f" {tier.capacity_bytes / GIB:.3g} GiB" if tier.capacity_bytes else ""
         told.append(f"{tier.kind}{size}")
+    told += [f"{tier.kind} for outputs" for tier in spec.engine.encoder_tiers]
     return ", ".join(told)
 
 
 def cost_of(spec: FleetSpec, costs: Costs) -> float:
-    tiers = sum(tier.capacity_bytes for tier in spec.engine.kv_tiers) / GIB
+    listed = (*spec.engine.kv_tiers, *spec.engine.encoder_tiers)
+    tiers = sum(tier.capacity_bytes for tier in listed) / GIB
     return spec.engines * (costs.engine + costs.host_gb * tiers)
 
 

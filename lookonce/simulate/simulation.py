@@ -36,8 +36,9 @@ from lookonce.fleet.subscriber import (
 )
 from lookonce.simulate.engine import EngineSpec, Served, SimulatedEngine, VirtualClock
 from lookonce.simulate.prices import Prices
-from lookonce.simulate.tiers import SimulatedTier, open_tier
+from lookonce.simulate.tiers import shared_tiers
 from lookonce.simulate.trace import TraceRequest, number_of
+from lookonce.types.kv import OutputLayout
 
 MODEL = "simulated"
 CHARS_PER_TOKEN = 4
@@ -350,7 +351,10 @@ class Simulation:
         self._told = on_end
         router = ROUTERS[spec.router](self.clock, spec.seed)
         self.router: FleetRouter = router
-        shared = self._shared_tiers()
+        block_bytes = prices.kv_token_bytes * prices.block_size
+        shared = shared_tiers(spec.engine.kv_tiers, block_bytes, prices, self.clock)
+        piece_bytes = OutputLayout.of_rows(prices.encoder_row_bytes, "uint8").piece_bytes
+        outputs = shared_tiers(spec.engine.encoder_tiers, piece_bytes, prices, self.clock)
         self.engines = [
             SimulatedEngine(
                 f"engine-{number}",
@@ -361,6 +365,7 @@ class Simulation:
                 on_end=self._on_end,
                 publish=getattr(router, "publish", None) if spec.engines > 1 else None,
                 shared_tiers=shared,
+                shared_outputs=outputs,
             )
             for number in range(spec.engines)
         ]
@@ -374,14 +379,6 @@ class Simulation:
         self._last_end = 0.0
         self._media: set[bytes] = set()
         self._by_engine: dict[str, int] = dict.fromkeys((e.name for e in self.engines), 0)
-
-    def _shared_tiers(self) -> list[SimulatedTier]:
-        block_bytes = self.prices.kv_token_bytes * self.prices.block_size
-        return [
-            open_tier(tier, block_bytes, self.prices, self.clock)
-            for tier in self.spec.engine.kv_tiers
-            if tier.kind not in ("host", "disk")
-        ]
 
     def run(self, requests: Iterable[TraceRequest]) -> Outcome:
         """Serve all requests, which are in order of their arrivals."""

@@ -1,4 +1,4 @@
-"""External KV tiers on a virtual clock: real tables of slots and the real connector's decisions,
+"""External tiers on a virtual clock: real tables of slots and the real connector's decisions,
 without bytes and threads.
 
 A disk's and a Valkey's blocks are kept least recently used last, as those in host memory are.
@@ -6,14 +6,17 @@ A disk's and a Valkey's blocks are kept least recently used last, as those in ho
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from heapq import heapreplace
 
 from lookonce.kv.host import LEASE_SECONDS, SlotTable
 from lookonce.kv.transfer import NUM_LOADERS, Acknowledged, Answered, Event, Loaded, Measured
 from lookonce.simulate.prices import Prices, TierPrices
-from lookonce.types.kv import KVLayout, TierSpec
+from lookonce.types.kv import KVLayout, LoadedOutput, OutputLayout, TierSpec
+from lookonce.types.media import Array
 
 At = Callable[[float, Callable[[], None]], None]
 """Calls a function so many seconds from now."""
@@ -49,6 +52,26 @@ def open_tier(
     return SimulatedTier(spec.kind, table, listed.get(spec.kind, prices.valkey))
 
 
+SHARED = frozenset({"valkey", "lmcache"})
+"""Kinds of tiers that all engines of a fleet share."""
+
+
+def own_tiers(
+    specs: Sequence[TierSpec], block_bytes: int, prices: Prices, clock: Callable[[], float]
+) -> list[SimulatedTier]:
+    """Those of `specs` that each engine has for itself."""
+    own = [spec for spec in specs if spec.kind not in SHARED]
+    return [open_tier(spec, block_bytes, prices, clock) for spec in own]
+
+
+def shared_tiers(
+    specs: Sequence[TierSpec], block_bytes: int, prices: Prices, clock: Callable[[], float]
+) -> list[SimulatedTier]:
+    """Those that a fleet's engines share; they are the farthest."""
+    shared = [spec for spec in specs if spec.kind in SHARED]
+    return [open_tier(spec, block_bytes, prices, clock) for spec in shared]
+
+
 class SimulatedChain:
     """The tiers of one engine, nearest first."""
 
@@ -70,6 +93,98 @@ class SimulatedChain:
     def release(self, keys: Sequence[bytes], sources: Sequence[int]) -> None:
         for key, source in zip(keys, sources, strict=False):
             self.tiers[source].slots.release(key)
+
+    def seconds(self, sources: Sequence[int], num_bytes: int) -> float:
+        """What reading so many bytes from each of `sources` takes."""
+        counts = Counter(sources)
+        prices = {source: self.tiers[source].prices for source in counts}
+        return sum(
+            prices[source].operation + prices[source].byte * count * num_bytes
+            for source, count in counts.items()
+        )
+
+    def keep_nearer(self, keys: Sequence[bytes], sources: Sequence[int]) -> None:
+        """Keep what a farther tier gave in the nearer ones."""
+        for key, source in zip(keys, sources, strict=True):
+            for nearer in self.tiers[:source]:
+                nearer.keep([key])
+
+
+class SimulatedOutputs:
+    """Implements `types.ports.ExternalEncoderCache` on a virtual clock: outputs are held in pieces
+    of one size, as real tiers hold them, and loaded where all of an output's pieces are held."""
+
+    def __init__(
+        self,
+        chain: SimulatedChain,
+        layout: OutputLayout,
+        *,
+        at: At,
+        clock: Callable[[], float],
+        wake: Callable[[], None],
+    ) -> None:
+        self.wake = wake
+        self.num_loaded = 0
+        self._chain = chain
+        self._layout = layout
+        self._at = at
+        self._workers = _Workers(at, clock)
+        self._reports: list[LoadedOutput] = []
+
+    def submit_load(self, outputs: Sequence[tuple[bytes, int]]) -> None:
+        for key, num_rows in outputs:
+            sources = self._chain.lease(self._pieces(key, num_rows))
+            seconds = sum(tier.prices.operation for tier in self._chain.tiers)
+            whole = len(sources) == self._layout.num_pieces(num_rows)
+            if whole:
+                seconds += self._chain.seconds(sources, self._layout.piece_bytes)
+            self._workers.after(seconds, partial(self._report, key, num_rows, sources, whole))
+
+    def _report(self, key: bytes, num_rows: int, sources: tuple[int, ...], whole: bool) -> None:
+        pieces = self._pieces(key, num_rows)
+        self._chain.release(pieces, sources)
+        if whole:
+            self.num_loaded += 1
+            self._chain.keep_nearer(pieces, sources)
+            output = Array("uint8", (num_rows,), bytes(num_rows))
+            tier = self._chain.tiers[max(sources)].name
+            self._reports.append(LoadedOutput(key, output, tier))
+        else:
+            self._reports.append(LoadedOutput(key))
+        self.wake()
+
+    def store(self, outputs: Sequence[tuple[bytes, int]]) -> None:
+        for key, num_rows in outputs:
+            for tier in self._chain.tiers:
+                tier.keep(self._pieces(key, num_rows))
+
+    def poll(self) -> Sequence[LoadedOutput]:
+        taken, self._reports = self._reports, []
+        return taken
+
+    def stats(self) -> dict[str, float]:
+        return {"encoder_tier_loads_total": float(self.num_loaded)}
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+    def _pieces(self, key: bytes, num_rows: int) -> list[bytes]:
+        return [key + bytes([n & 255, n >> 8]) for n in range(self._layout.num_pieces(num_rows))]
+
+
+class _Workers:
+    """As many as `NUM_LOADERS`, each busy with one thing at a time."""
+
+    def __init__(self, at: At, clock: Callable[[], float]) -> None:
+        self._at, self._clock = at, clock
+        self._free = [0.0] * NUM_LOADERS
+
+    def after(self, seconds: float, call: Callable[[], None]) -> None:
+        """Call when a worker has worked for so long."""
+        now = self._clock()
+        done = max(now, self._free[0]) + seconds
+        heapreplace(self._free, done)
+        self._at(done - now, call)
 
 
 class SimulatedPages:
@@ -97,9 +212,8 @@ class SimulatedTransfers:
         self._chain = chain
         self._tell = tell
         self._at = at
-        self._clock = clock
         self._block_bytes = block_bytes
-        self._free = [0.0] * NUM_LOADERS
+        self._workers = _Workers(at, clock)
         self._cancelled: set[int] = set()
 
     def submit_lookup(self, ticket: int, keys: Sequence[bytes]) -> float:
@@ -109,7 +223,7 @@ class SimulatedTransfers:
             self._cancelled.discard(ticket)  # the connector gives an unknown one's leases back
             self._tell(Answered(ticket, keys, self._chain.lease(keys)))
 
-        self._after(seconds, answer)
+        self._workers.after(seconds, answer)
         return float("inf")
 
     def submit_load(
@@ -120,13 +234,10 @@ class SimulatedTransfers:
         block_ids: Sequence[int],
         first: int = 0,
     ) -> None:
-        costs: dict[int, int] = {}
-        for source in sources[first:]:
-            costs[source] = costs.get(source, 0) + 1
+        counts = Counter(sources[first:])
         taken = {
-            source: self._chain.tiers[source].prices.operation
-            + self._chain.tiers[source].prices.byte * count * self._block_bytes
-            for source, count in costs.items()
+            source: self._chain.seconds([source] * count, self._block_bytes)
+            for source, count in counts.items()
         }
 
         def loaded() -> None:
@@ -135,18 +246,17 @@ class SimulatedTransfers:
                 if key not in self._chain.tiers[source].slots:
                     break
                 done += 1
-                for nearer in self._chain.tiers[:source]:
-                    nearer.keep([key])
+            until = first + done
+            self._chain.keep_nearer(keys[first:until], sources[first:until])
             for source, seconds in taken.items():
-                self._tell(Measured(source, costs[source], seconds))
+                self._tell(Measured(source, counts[source], seconds))
             if ticket not in self._cancelled:
-                whole = done == len(keys) - first
-                self._tell(Loaded(ticket, done, None if whole else "missing"))
+                self._tell(Loaded(ticket, done, None if until == len(keys) else "missing"))
             self._cancelled.discard(ticket)
             self._tell(Acknowledged(ticket))
             self._chain.release(keys, sources)
 
-        self._after(sum(taken.values()), loaded)
+        self._workers.after(sum(taken.values()), loaded)
 
     def submit_store(self, ticket: int, keys: Sequence[bytes], block_ids: Sequence[int]) -> bool:
         for tier in self._chain.tiers:
@@ -165,10 +275,3 @@ class SimulatedTransfers:
 
     def close(self) -> None:
         """Nothing to end."""
-
-    def _after(self, seconds: float, call: Callable[[], None]) -> None:
-        """Call when a worker has been free for so long."""
-        now = self._clock()
-        done = max(now, self._free[0]) + seconds
-        heapreplace(self._free, done)
-        self._at(done - now, call)

@@ -130,6 +130,17 @@ def test_a_tier_gives_back_what_the_device_has_lost() -> None:
     assert found[2].first_token < without[2].first_token
 
 
+def test_a_shared_tier_gives_an_output_that_another_engine_has_encoded() -> None:
+    engine = EngineSpec(encoder_tiers=(parse_tier_spec("valkey://somewhere"),))
+    spec = FleetSpec(engines=2, router="round_robin", engine=engine)
+    requests = [asked(0.0, 100, 1, pictures=1), asked(50.0, 100, 1, name=2, pictures=1)]
+    alone = run(requests, FleetSpec(engines=2, router="round_robin"))
+    assert [served.encoder_runs for served in alone] == [1, 1]
+    first, second = run(requests, spec)
+    assert (first.encoder_runs, second.encoder_runs) == (1, 0)
+    assert second.first_token - 50.0 == pytest.approx(0.25 + 4.0 + 2.0 + 0.125, abs=0.01)
+
+
 @pytest.mark.parametrize("router", ROUTERS)
 @pytest.mark.parametrize("name", GENERATORS)
 def test_every_request_ends_once_and_a_seed_decides_everything(name: str, router: str) -> None:
