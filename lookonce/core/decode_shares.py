@@ -140,6 +140,11 @@ class DecodeShares:
         return frozenset(t for t, served in self._served.items() if served.used > least)
 
     @property
+    def may_limit(self) -> bool:
+        """Whether the next step may be chosen for several tenants."""
+        return not self._is_one_tenant
+
+    @property
     def prompt_tokens(self) -> int | None:
         """Most tokens of prompts that the step computes; None: as many as there is room for."""
         if not (self.measures and self._cuts_prompts):

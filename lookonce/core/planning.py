@@ -89,6 +89,16 @@ class Planner:
         self.encodes_from = 0.0
         """When the last plan with encoder runs was made."""
 
+    @property
+    def max_decodes(self) -> int:
+        """Most sequences that decode in one step."""
+        return self._max_tokens
+
+    @property
+    def has_starved(self) -> bool:
+        """Whether a sequence may go first in the next step, as it got nothing in the last one."""
+        return bool(self._fairness.starved)
+
     def plan(self) -> StepPlan | None:
         """The next step, or None with nothing to compute and nothing to tell the runner."""
         step = self._plan_pass()

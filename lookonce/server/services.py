@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Self
 from prometheus_client.core import Metric
 from starlette.types import Scope
 
-from lookonce.config import ApiKey, Config, ServerConfig, key_digest
+from lookonce.config import ApiKey, Config, RequestLogConfig, ServerConfig, key_digest
 from lookonce.errors import (
     DrainingError,
     EngineDeadError,
@@ -37,6 +37,7 @@ from lookonce.server.http.request_guard import RequestGuard
 from lookonce.server.http.unknown_fields import UnknownFields
 from lookonce.server.rate_limits import NO_LIMITS, RateLimits, RequestUsage
 from lookonce.server.realtime_sessions import RealtimeSessions
+from lookonce.server.request_log import RequestLog
 from lookonce.server.response_store import ResponseStore, open_response_store
 from lookonce.server.shared_counts import SharedCounts
 from lookonce.types.counts import Counts, Values
@@ -261,6 +262,8 @@ class Services(Frontend):
     """Renders the requests that warm up the process; None: nothing is warmed up."""
     index: int = 0
     """0-based number of this API process."""
+    request_log: RequestLog | None = None
+    """None: requests are not logged."""
     tracer: Tracer | None = None
     """None: no request is traced."""
     warming: bool = False
@@ -366,6 +369,16 @@ def open_rates(
         yield rates
 
 
+@contextmanager
+def open_request_log(config: RequestLogConfig | None) -> Iterator[RequestLog | None]:
+    """The log of this API process; None without `--request-log`."""
+    if config is None:
+        yield None
+        return
+    with RequestLog(config) as log:
+        yield log
+
+
 @asynccontextmanager
 async def open_services(
     config: Config,
@@ -387,6 +400,7 @@ async def open_services(
     with (
         SharedCounts(folder, index) as shared,
         open_rates(config.server, folder, index, weights, shared.counts) as rates,
+        open_request_log(config.server.request_log) as request_log,
     ):
         counts = shared.counts
         client = engine_client(config, counts)
@@ -434,6 +448,7 @@ async def open_services(
                 shared_counts=shared,
                 abort_peers=abort_peers,
                 warmup_renderer=warmup_renderer,
+                request_log=request_log,
             )
             abort_peers.describe = services.own_state
             yield services
