@@ -1,8 +1,7 @@
 """The processor cache under load between real processes: no failure, and both sides stay equal.
 
 `make soak` sends more requests (`SOAK_REQUESTS` says how many), and has one and two API processes
-use each type of cache. In `make test` it is one process and "lru"; test_chaos.py has three, and
-"shm".
+use each type of cache.
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ def soak(server: LiveServer, requests) -> dict[str, float]:
     return found
 
 
-@pytest.mark.parametrize("cache_type", ["shm", "lru"] if IN_SOAK else ["lru"])
+@pytest.mark.parametrize("cache_type", ["shm", "lru"] if IN_SOAK else ["shm"])
 def test_nothing_fails_nothing_is_sent_again_and_both_sides_end_equal(media, cache_type):
     requests = plans(media, NUM_REQUESTS, seed=3)
     assert sum(plan.refused for plan in requests) > len(requests) * REFUSED / 2
@@ -87,8 +86,7 @@ def test_nothing_fails_nothing_is_sent_again_and_both_sides_end_equal(media, cac
         assert found["mm_slab_bytes"] <= 2 * quarter_bytes()
 
 
-@pytest.mark.skipif(not IN_SOAK, reason="`make soak` runs it")
-@pytest.mark.parametrize("cache_type", ["shm", "lru"])
+@pytest.mark.parametrize("cache_type", ["shm", "lru"] if IN_SOAK else ["lru"])
 def test_two_api_processes_share_one_store(media, cache_type):
     requests = plans(media, NUM_REQUESTS // 5, seed=4)
     with small_server(2, cache_type) as server:
