@@ -291,54 +291,35 @@ def test_a_grammar_beyond_a_limit_is_refused_naming_its_field_and_the_next_one_w
     assert compiler.compile(grammar("[a-z]{3}")).nbytes < 1 << 20
 
 
-def test_a_worker_whose_client_left_is_killed():
+def test_what_takes_long_gets_a_low_priority_and_is_killed_when_its_client_left():
     compiler = compiler_with(cpu_seconds=60.0)
     compiler.compile(grammar("[a-z]{3}"))
     (worker,) = compiler._workers
+    usual, seen = priority(worker.pid), set[int]()
+
+    def left():
+        seen.update(priorities(worker))
+        return True
+
     began = time.thread_time()
     with pytest.raises(AbandonedError):
-        compiler.compile(grammar(PATTERNS, "json_schema"), lambda: True)
+        compiler.compile(grammar(PATTERNS, "json_schema"), left)
     assert time.thread_time() - began < 1  # nothing was compiled here
+    if Path("/proc/self/task").is_dir():
+        assert seen == {usual, max(usual, NICENESS)}  # of the first thread, and of the grammar's
     with pytest.raises(ProcessLookupError):
         os.kill(worker.pid, 0)
     assert compiler.compile(grammar("[a-z]{4}"))
 
 
-@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="needs /proc")
-def test_a_grammar_that_takes_long_gets_a_low_priority_and_the_next_one_does_not():
-    compiler, left = compiler_with(cpu_seconds=60.0), threading.Event()
-    compiler.compile(grammar("[a-z]{3}"))
-    (worker,) = compiler._workers
-
-    def compile_long():
-        with contextlib.suppress(AbandonedError):
-            compiler.compile(grammar(PATTERNS, "json_schema"), left.is_set)
-
-    usual = usual_priority()
-    thread = threading.Thread(target=compile_long)
-    thread.start()  # with a worker of its own
-    try:
-        soon(lambda: len(compiler._workers) == 2)
-        (other,) = compiler._workers - {worker}
-        soon(lambda: max(priorities(other)) == max(usual, NICENESS))
-        assert os.getpriority(os.PRIO_PROCESS, other.pid) == usual  # of its first thread
-    finally:
-        left.set()
-        thread.join()
-    assert priorities(worker) == {usual}
-
-
 def priorities(worker):
-    threads = os.listdir(f"/proc/{worker.pid}/task")
-    found = set()
-    for thread in threads:
-        with contextlib.suppress(OSError):  # it has just ended
-            found.add(os.getpriority(os.PRIO_PROCESS, int(thread)))
-    return found or {usual_priority()}
+    """Of all its threads; empty where there is no /proc."""
+    folder = Path(f"/proc/{worker.pid}/task")
+    return [priority(int(task.name)) for task in folder.iterdir()] if folder.is_dir() else []
 
 
-def usual_priority():
-    return os.getpriority(os.PRIO_PROCESS, 0)
+def priority(thread):
+    return os.getpriority(os.PRIO_PROCESS, thread)
 
 
 def test_a_worker_that_dies_fails_one_grammar_at_most():

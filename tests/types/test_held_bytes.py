@@ -105,4 +105,4 @@ class Holding(RuleBasedStateMachine):
 
 
 TestHolding = Holding.TestCase
-TestHolding.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+TestHolding.settings = settings(max_examples=20, stateful_step_count=20, deadline=None)

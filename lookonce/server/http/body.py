@@ -94,9 +94,11 @@ async def read_chunks(request: Request, limit: int, take: Callable[[bytes], obje
         size += len(chunk)
         if size > limit:
             raise TooLargeError(f"the body has more than {limit} bytes, which is the limit")
-        if size > SMALL_BODY_BYTES and held is not None:
-            held.take(size - counted)
-            counted = size
+        if size > SMALL_BODY_BYTES:
+            if held is not None:
+                held.take(size - counted)
+                counted = size
+            await _loop_turn(request, len(chunk))
         take(chunk)
 
 
@@ -113,12 +115,20 @@ async def decoded_body(request: Request, body: bytes, decode: Callable[[], D]) -
 
     if len(body) <= SMALL_BODY_BYTES:
         return decode()
+    if not _has_many_values(body):
+        await _loop_turn(request, len(body))
+        return decode()
     services: Services = request.app.state.services
     principal: Principal = request.state.principal
-    if not _has_many_values(body):
-        await services.renderer.loop_turn(principal.tenant, len(body))
-        return decode()
     return await services.renderer.in_turn_if(True, principal.tenant, checked)
+
+
+async def _loop_turn(request: Request, nbytes: int) -> None:
+    """Wait for the tenant's turn to hold the event loop with so many bytes of a large body. What
+    comes meanwhile is not read."""
+    services: Services = request.app.state.services
+    principal: Principal = request.state.principal
+    await services.renderer.loop_turn(principal.tenant, nbytes)
 
 
 def _deeper(frames: int, work: Callable[[], D]) -> D:
