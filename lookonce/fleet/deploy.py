@@ -63,6 +63,9 @@ SURGE_PERCENT = 25
 GPUs: there may be none to spare."""
 START_SECONDS = 1800.0
 """An engine may load weights for so long."""
+KNOWN_SECONDS = 10.0
+"""How long a front-end that starts waits for an engine of each model before it serves: one that
+takes another's place must not refuse what that one would have served."""
 HEALTH_SECONDS = 2.0
 SERVING = re.compile(r"^Serving .* on http://(\S+)$")
 PR_SET_PDEATHSIG = 1
@@ -241,6 +244,9 @@ class FrontendReplica:
 
         replicas.LISTS.on_change = on_change
         update()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(KNOWN_SECONDS):
+                await fleet.wait_served(len(self._handles))
         listener, owner = shared_listener(config.host, config.port)
         with listener, contextlib.ExitStack() as stack:
             if owner is not None:

@@ -85,8 +85,16 @@ class EngineAddress(msgspec.Struct, frozen=True):
 class Member:
     """One engine of the fleet: its connections, its events, and whether it is ready."""
 
-    def __init__(self, address: EngineAddress, state: EngineState, key: str | None) -> None:
+    def __init__(
+        self,
+        address: EngineAddress,
+        state: EngineState,
+        key: str | None,
+        on_look: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`on_look` is called whenever it is known anew whether the engine accepts requests."""
         self.address, self.state = address, state
+        self._on_look = on_look
         self.client = EngineClient(address.http)
         self.processor = Processor()
         self.card: dict[str, Any] | None = None
@@ -114,6 +122,7 @@ class Member:
             if ready and self.card is None:
                 ready = await self._learn()
             self.state.accepts = ready and not self.draining
+            self._on_look()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(PROBE_SECONDS):
                     await self._looks.wait()
@@ -160,6 +169,13 @@ class Fleet:
         self.router = router
         self._key = key
         self.members: dict[str, Member] = {}
+        self._looked = asyncio.Event()
+
+    async def wait_served(self, num_models: int) -> None:
+        """Until engines of so many models accept requests."""
+        while len({member.address.model for member in self.ready()}) < num_models:
+            self._looked.clear()
+            await self._looked.wait()
 
     def update(self, addresses: Mapping[str, EngineAddress]) -> None:
         """The engines that there are now, by name. One that is named no more gets no new requests;
@@ -177,7 +193,8 @@ class Fleet:
                 follows = address.events is not None
                 state = self.router.add_engine(name, address.model, follows=follows)
                 state.accepts = False
-                member = self.members[name] = Member(address, state, self._key)
+                member = Member(address, state, self._key, self._looked.set)
+                self.members[name] = member
                 if address.events is not None:
                     replay = address.events_replay or address.events
                     member.subscriber = EventSubscriber(

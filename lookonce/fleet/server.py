@@ -14,6 +14,7 @@ import socket
 import struct
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import uvicorn
 
@@ -107,7 +108,7 @@ def shared_listener(host: str, port: int) -> tuple[socket.socket, ListenerOwner 
 def _owner_address(host: str, port: int) -> str:
     """In Linux's abstract namespace: it is free again when its owner has ended."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    _, _, _, _, resolved = socket.getaddrinfo(host, port, family, socket.SOCK_STREAM)[0]
+    resolved: Any = socket.getaddrinfo(host, port, family, socket.SOCK_STREAM)[0][4]
     return f"\0lookonce-fleet/{os.getuid()}/{resolved[0]}/{resolved[1]}"
 
 

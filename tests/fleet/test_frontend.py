@@ -74,11 +74,11 @@ async def serving(
         server = FrontendServer(frontend, config)
         with listener or socket.create_server(("127.0.0.1", 0)) as listener:
             url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-            task = asyncio.get_running_loop().create_task(server.serve(sockets=[listener]))
             served = Served(list(engines), frontend, fleet, server, url)
+            if wait:
+                await served.until(lambda: len(fleet.ready()) == len(engines))
+            task = asyncio.get_running_loop().create_task(server.serve(sockets=[listener]))
             try:
-                if wait:
-                    await served.until(lambda: len(fleet.ready()) == len(engines))
                 yield served
             finally:
                 await served.client.aclose()
