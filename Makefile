@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 SERVES := $(VENV)/.serves
 STAMP := $(VENV)/.installed
 
-.PHONY: setup serve wheel test test-models test-lmcache test-page test-openapi test-clients test-open-webui test-fleet test-whisper test-alerts test-otel check structure format attack fuzz soak clean
+.PHONY: setup serve wheel test test-models test-lmcache test-page page-pictures test-openapi test-clients test-open-webui test-fleet test-whisper test-alerts test-otel check structure format attack fuzz soak clean
 
 # Tests run side by side, so numeric libraries get one thread each in them; a server uses all cores.
 check test test-lmcache test-page test-openapi test-clients test-open-webui test-fleet test-whisper test-alerts test-otel attack fuzz soak: export OMP_NUM_THREADS ?= 1
@@ -92,6 +92,12 @@ test-page: $(STAMP)
 	@command -v chromium >/dev/null || apt-get install --yes --quiet chromium || true
 	@$(BIN)/python -m pytest tests/page -rs
 
+# The pictures of the page in docs/, taken anew.
+page-pictures: $(STAMP)
+	@$(PIP) "playwright>=1.50,<2"
+	@command -v chromium >/dev/null || apt-get install --yes --quiet chromium || true
+	@$(BIN)/python tools/page_picture.py docs --lookonce $(BIN)/lookonce
+
 # Every route with requests that Schemathesis generates.
 test-openapi: $(STAMP)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev,dev-openapi]"
@@ -104,7 +110,7 @@ CLIENTS := tests/clients
 CLIENT_TESTS := $(CLIENTS) $(addprefix tests/end_to_end/test_,openai_client.py responses.py documents.py)
 # What clients leave open when they end is no fault of ours.
 CLIENT_OPTIONS := -rs -W ignore::ResourceWarning -W ignore::pytest.PytestUnraisableExceptionWarning
-CLIENTS_TABLE = $(CLIENTS_VENV)/bin/python tools/clients_table.py .venv-*/clients.xml > docs/clients.md
+CLIENTS_TABLE = $(CLIENTS_VENV)/bin/python tools/clients_table.py .venv-*/clients.xml
 
 $(CLIENTS_VENV)/.installed: $(STAMP) $(CLIENTS)/requirements.txt $(CLIENTS)/constraints.txt $(CLIENTS)/node/package.json
 	@test -x $(CLIENTS_VENV)/bin/python || $(BIN)/python -m venv $(CLIENTS_VENV)

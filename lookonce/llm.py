@@ -174,7 +174,7 @@ class LLM:
     ) -> list[NDArray[np.float32]]:
         """The vector [W] of each text, list of token ids or conversation, in which pictures may be;
         [tokens, W] from a model that gives one of each token, [labels] logits from one that
-        classifies.
+        classifies, and pairs [n, 2] of token id and weight from one that is sparse.
 
         `dimensions` keeps the leading numbers; `normalize` None: as the model says. Raises
         `BadRequestError`, also for a model that generates.
@@ -193,6 +193,8 @@ class LLM:
             ]
         )
         pooled = self._loop.run(self._pool_all(renders, pooling))
+        if pooling.kind == "sparse":
+            return pooled
         if pooling.scores:
             return [each[0] for each in pooled]
         found = [

@@ -38,6 +38,7 @@ SERVE_OPTIONS = [field.name for field in dataclasses.fields(Options) if field.na
 Model = Annotated[
     str,
     typer.Argument(
+        metavar="MODEL",
         help="A local Hugging Face folder, a hub id, nano or nano-ear.",
         envvar=variable_of("model"),
         show_envvar=False,
@@ -103,7 +104,7 @@ def serve(model: Model = NANO, **given: Any) -> None:
 @app.command(cls=GroupedCommand)
 @takes_options(RENDER_OPTIONS)
 def render(model: Model = NANO, **given: Any) -> None:
-    """Serve what MODEL makes of prompts, without an engine: no weights are loaded."""
+    """Serve what MODEL makes of prompts, without an engine or weights."""
     from lookonce.cli.serve import run_render_server
 
     raise typer.Exit(run_render_server(options_from(model, given)))
@@ -128,9 +129,10 @@ def fleet(
         str | None, typer.Option(help="Of a Ray cluster; by default one starts here.")
     ] = None,
 ) -> None:
-    """Serve many engines behind one address, on Ray Serve; needs lookonce[fleet].
+    """Serve many engines behind one address; needs lookonce[fleet].
 
-    Requests go to where their pictures and prompts are known. SIGHUP reads the file again.
+    Ray Serve places, watches and replaces them. Requests go to where their pictures and prompts are
+    known. SIGHUP reads the file again.
     """
     from lookonce.cli.fleet import run_fleet
 
@@ -220,7 +222,7 @@ def ls(
 
 
 @app.command(cls=GroupedCommand)
-def pull(model: Annotated[str, typer.Argument(help="A hub id.")]) -> None:
+def pull(model: Annotated[str, typer.Argument(metavar="MODEL", help="A hub id.")]) -> None:
     """Download MODEL from the hub, and print its folder."""
     from lookonce.cli.model_list import pull as download
 
@@ -271,7 +273,7 @@ def top(
     interval: Annotated[float, typer.Option(min=0.2, help="Seconds between two looks.")] = 2.0,
     once: Annotated[bool, typer.Option("--once", help="Print once, also on a terminal.")] = False,
 ) -> None:
-    """Watch a running server: requests, tenants, what is reused, memory, KV tiers."""
+    """Watch a server: requests, tenants, reuse, memory, KV tiers."""
     from lookonce.cli.top import run_top
 
     run_top(url, api_key, interval=interval, once=once)
@@ -362,20 +364,26 @@ def simulate(
 )
 def bench(
     context: typer.Context,
-    name: Annotated[str, typer.Argument(autocompletion=lambda: sorted(BENCHMARKS))] = "list",
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", autocompletion=lambda: sorted(BENCHMARKS))
+    ] = "list",
 ) -> None:
-    """Run the benchmark NAME, or list them; each takes --json FILE and --help."""
+    """Run the benchmark NAME, or list them.
+
+    Each takes --json FILE and --help.
+    """
     raise typer.Exit(run_benchmark(name, context.args))
 
 
 def run_benchmark(name: str, arguments: Sequence[str]) -> int:
     """Run benchmark `name` and return its exit status; `list` prints all names."""
-    if name in ("list", "--help"):
+    if name in ("list", "--help", "-h"):
         for known, (_, measures) in sorted(BENCHMARKS.items()):
             print(f"{known:12} {measures}")
         return 0
     if name not in BENCHMARKS:
-        raise ConfigError(f"there is no benchmark {name!r}; there are: {', '.join(BENCHMARKS)}")
+        known = ", ".join(sorted(BENCHMARKS))
+        raise ConfigError(f"there is no benchmark {name!r}; there are: {known}")
     if not (CHECKOUT / "benchmarks" / "running_server.py").is_file():
         raise ConfigError(
             "the benchmarks are not installed with the package: they are in benchmarks/ of "
@@ -403,13 +411,30 @@ def _run(arguments: list[str]) -> int:
     try:
         return int(app(arguments, standalone_mode=False) or 0)
     except UsageError as error:
-        return _complain(error.format_message(), 2)  # type: ignore[attr-defined]
+        return _complain(_usage_message(error), 2)
     except ConfigError as error:
         return _complain(error.message, 2)
     except LookOnceError as error:
         return _complain(error.message, 1)
     except (KeyboardInterrupt, typer.Abort):
         return 130
+
+
+WANTED = {"int": "a whole number", "float": "a number", "bool": "true or false"}
+"""How pydantic's names of errors begin, which reads values for typer → what the value should be."""
+
+
+def _usage_message(error: Any) -> str:
+    """What click says; of a value of the wrong kind also the value, and where it stands."""
+    found: list[dict[str, Any]] = getattr(error.__cause__, "errors", list)()
+    wanted = WANTED.get(found[0]["type"].partition("_")[0]) if found else None
+    if wanted is None or not getattr(error, "param", None):
+        return str(error.format_message())
+    name = error.param.name
+    place = {"ENVIRONMENT": f" ({variable_of(name)})", "DEFAULT_MAP": " (in the file of --config)"}
+    where = place.get(error.ctx.get_parameter_source(name).name, "")
+    value = str(found[0]["input"])
+    return f"--{name.replace('_', '-')} must be {wanted}, got {value!r:.60}{where}"
 
 
 def _complain(message: str, status: int) -> int:

@@ -50,7 +50,8 @@ HELP: dict[str, str] = {
     "float32. By default float32 on CPU and bfloat16 on CUDA.",
     "max_model_len": "Prompt plus generated tokens of one sequence; the model's own by default.",
     "pooling": "Give embeddings instead of answers: last, mean, cls or all of a prompt's hidden "
-    "states; none: answers, whatever the model's files say. By default the files decide.",
+    "states, or sparse: weights of tokens; none: answers, whatever the model's files say. By "
+    "default the files decide.",
     "max_num_seqs": "Sequences computed side by side.",
     "max_num_batched_tokens": "Tokens computed in one step, prompts and answers together.",
     "max_queue": "Waiting requests of one tenant beyond which new ones are refused with 429.",

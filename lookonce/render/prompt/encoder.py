@@ -42,7 +42,10 @@ from lookonce.types.request_validation import check_text_length, check_token_cou
 
 T = TypeVar("T")
 OFF_LOOP_CHARACTERS = 16 * 1024
-"""A text above this is tokenized in a thread, in turn (tokenizing does 1 to 5 MB/s)."""
+"""More than this is tokenized in a thread, in turn (tokenizing does 1 to 5 MB/s)."""
+LOOK_UP_CHARACTERS = 64 * 1024
+"""A text above this is looked up in a thread, too (a few hundred MB/s, less where it is cut into
+the shortest chunks)."""
 ContentForm = Literal["text", "parts", "either"]
 """What a template takes as a message's content: a text, a list of parts, or either."""
 RESERVED_VARIABLES = frozenset(
@@ -295,7 +298,8 @@ class PromptEncoder:
         return (start, text) if self.encode_tokens((text,)) == tokens else (end, "")
 
     async def _check_length(self, text: str, max_tokens: int | None, param: str) -> None:
-        if max_tokens is not None and len(text) > OFF_LOOP_CHARACTERS:
+        # Counting is worth it where it saves tokenizing more than a context may have.
+        if max_tokens is not None and len(text) > max(OFF_LOOP_CHARACTERS, max_tokens):
             check_text_length(len(text), self._tokenizer.longest_token, max_tokens, param)
             least = await asyncio.to_thread(self._token_count.at_least, text, max_tokens)
             check_token_count(least, max_tokens, param)
@@ -310,17 +314,19 @@ class PromptEncoder:
         *,
         add_special_tokens: bool,
     ) -> NDArray[np.int32]:
-        encode = partial(
-            self._caching_tokenizer.encode,
-            text,
-            cache,
-            scope,
-            add_special_tokens=add_special_tokens,
-        )
+        tokenizer = self._caching_tokenizer
         try:
-            if len(text) <= OFF_LOOP_CHARACTERS:
-                return encode()
-            return await self._long_texts.run(encode, tenant, len(text))
+            if len(text) > LOOK_UP_CHARACTERS:
+                encode = partial(tokenizer.encode, text, cache, scope)
+                cost = len(text)
+            else:
+                found = tokenizer.look_up(text, cache, scope)
+                encode = partial(tokenizer.complete, found)
+                cost = found.num_unknown
+            work = partial(encode, add_special_tokens=add_special_tokens)
+            if cost <= OFF_LOOP_CHARACTERS:
+                return work()
+            return await self._long_texts.run(work, tenant, cost)
         except BadRequestError as error:
             raise BadRequestError(f"{param}: {error.message}", param=param) from None
 
