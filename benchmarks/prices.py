@@ -90,6 +90,8 @@ def measure_tier(loaded: LoadedModel, spec: TierSpec) -> TierPrices:
             if told[0] > 0 and told[1] > 0:
                 amounts.append((1.0, told[0]))
                 seconds.append(told[1])
+    if not amounts:
+        return TierPrices()  # nothing came back
     operation, byte = map(float, fit(np.array(amounts), np.array(seconds)))
     return TierPrices(operation=operation, byte=byte)
 

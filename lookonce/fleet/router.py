@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -393,21 +393,14 @@ class Router:
 
     # --- requests --------------------------------------------------------------------------------
 
-    def route(
-        self,
-        request_id: str,
-        identity: Identity,
-        without: Collection[str] = (),
-        among: Collection[EngineState] | None = None,
-    ) -> Route:
-        """The engine for a request; `without`: names of engines that failed on it. `among`: only
-        these are compared; None: all of the model.
+    def route(self, request_id: str, identity: Identity, without: Collection[str] = ()) -> Route:
+        """The engine for a request; `without`: names of engines that failed on it.
 
         Raises `NoEngineError`. Call `answered` and `ended` with the result.
         """
         candidates = [
             engine
-            for engine in (self.engines.values() if among is None else among)
+            for engine in self.engines.values()
             if engine.accepts
             and engine.name not in without
             and identity.model in (None, engine.model)
@@ -576,7 +569,7 @@ class Router:
         """A block that is not known is being computed."""
         if block is None or number not in self._followed:
             return False
-        return not self.blocks.holds(number, block)
+        return not self.blocks.holders(block) >> number & 1
 
     def _length(self, medium: Medium, key: int) -> float:
         known = self._lengths.get(key)
@@ -643,23 +636,6 @@ class Router:
                 node = self._nodes.get(piece.digest)
                 if node is not None and node.blocks.get(engine.number, 0) is None:
                     del node.blocks[engine.number]
-
-    def engines_that_know(self, identity: Identity) -> Iterator[Collection[int]]:
-        """Numbers of engines that have computed, or are about to compute, beginnings of the prompt,
-        the longest first; then of those that hold its media. Some may be gone."""
-        for piece in reversed(identity.pieces):
-            node = self._nodes.get(piece.digest)
-            if node is not None:
-                yield node.blocks.keys()
-        for medium in identity.media:
-            key = self._key(medium)
-            holders = self.outputs.holders(key) | self.items.holders(key)
-            numbers = []
-            while holders:
-                lowest = holders & -holders
-                numbers.append(lowest.bit_length() - 1)
-                holders ^= lowest
-            yield numbers
 
     def note_answer_tokens(self, num_tokens: int) -> None:
         self._answer_tokens += 0.1 * (num_tokens - self._answer_tokens)

@@ -26,7 +26,7 @@ from lookonce.core.encoder_cache import EncoderCache
 from lookonce.core.request import Sequence as SchedulerSequence
 from lookonce.core.scheduler import Scheduler
 from lookonce.core.scheduler_state import SchedulerOutput, SchedulerState
-from lookonce.engine.process.cache_events import Load, StepEvents
+from lookonce.engine.process.cache_events import LOAD_SECONDS, Load, StepEvents
 from lookonce.errors import RequestError
 from lookonce.kv.connector import KVConnector
 from lookonce.simulate.prices import Prices
@@ -210,6 +210,8 @@ class SimulatedEngine:
         self.totals = EngineTotals()
         self.load = Load()
         self._events: StepEvents | None = None
+        self._next_load = 0.0
+        """When the load is told next, if there is anything to tell."""
         if publish is not None:
             self._events = StepEvents(
                 lambda topic, changes: publish(self, topic, changes),
@@ -389,7 +391,7 @@ class SimulatedEngine:
         context = sum(s.num_computed for s in decoding) + len(decoding)
         run = self._run = _Run(self.clock.now, num_steps, len(decoding), context)
         if self._events is not None:  # the load is told meanwhile
-            until = self._events.next_load - run.began
+            until = self._next_load - run.began
             run.num_steps = min(num_steps, self._steps_until(run, until))
         self._version += 1
         self.clock.at(run.began + self._seconds(run, run.num_steps), self._end_step, self._version)
@@ -495,8 +497,10 @@ class SimulatedEngine:
 
     def _tell_load(self) -> None:
         if self._events is not None:
-            scheduler = self.scheduler
-            self._events.tell_load(self.clock.now, scheduler.num_running, scheduler.num_waiting)
+            scheduler, now = self.scheduler, self.clock.now
+            if now >= self._next_load:
+                self._next_load = now + LOAD_SECONDS
+            self._events.tell_load(now, scheduler.num_running, scheduler.num_waiting)
             self._events.flush()
 
     def check_integrity(self) -> None:

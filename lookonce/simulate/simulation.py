@@ -13,7 +13,7 @@ from __future__ import annotations
 import gc
 import random
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -24,7 +24,7 @@ from lookonce.engine.process import cache_events
 from lookonce.errors import ConfigError
 from lookonce.fleet.identity import PIECE_TOKENS, Identity, Medium, Piece
 from lookonce.fleet.index import short
-from lookonce.fleet.router import EngineState, Router
+from lookonce.fleet.router import EngineState, Route, Router
 from lookonce.fleet.subscriber import (
     GATHER_SECONDS,
     Added,
@@ -73,12 +73,47 @@ class FleetRouter(Protocol):
     def ended(self, served: Served) -> None: ...
 
 
+class LargeFleetRouter(Router):
+    """The router, where comparing all engines for each request would take too long."""
+
+    def route_among(
+        self, request_id: str, identity: Identity, among: Sequence[EngineState]
+    ) -> Route:
+        """As `route`, but only these engines are compared."""
+        everyone, self.engines = self.engines, {engine.name: engine for engine in among}
+        try:
+            return self.route(request_id, identity)
+        finally:
+            self.engines = everyone
+
+    def engines_that_know(self, identity: Identity) -> Iterator[Collection[int]]:
+        """Numbers of engines that have computed, or are about to compute, beginnings of the prompt,
+        the longest first; then of those that hold its media."""
+        for piece in reversed(identity.pieces):
+            node = self._nodes.get(piece.digest)
+            if node is not None:
+                yield node.blocks.keys()
+        for medium in identity.media:
+            holders = self.outputs.holders(medium.key) | self.items.holders(medium.key)
+            numbers = []
+            while holders:
+                lowest = holders & -holders
+                numbers.append(lowest.bit_length() - 1)
+                holders ^= lowest
+            yield numbers
+
+    def _is_evicted(self, block: int | None, number: int) -> bool:
+        if block is None or number not in self._followed:
+            return False
+        return not self.blocks.holds(number, block)
+
+
 class PriceRouter:
     """The fleet's own router, and what a front-end tells it."""
 
     def __init__(self, clock: VirtualClock, seed: int) -> None:
         self._clock = clock
-        self.router = Router()
+        self.router = LargeFleetRouter()
         self._engines: dict[str, SimulatedEngine] = {}
         self._states: list[EngineState] = []
         """By number."""
@@ -99,7 +134,11 @@ class PriceRouter:
         among = None
         if len(self._states) > MOST_COMPARED:
             among = self._likely(identity)
-        served.route = self.router.route(str(served.number), identity, among=among)
+        name = str(served.number)
+        if among is None:
+            served.route = self.router.route(name, identity)
+        else:
+            served.route = self.router.route_among(name, identity, among)
         self._note_waiting(served.route.engine)
         return self._engines[served.route.engine.name]
 

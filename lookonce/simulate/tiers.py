@@ -18,6 +18,7 @@ from lookonce.simulate.prices import Prices, TierPrices
 from lookonce.types.kv import KVLayout, LoadedOutput, OutputLayout, TierSpec
 from lookonce.types.media import Array
 
+MOST_SLOTS = 1 << 20
 At = Callable[[float, Callable[[], None]], None]
 """Calls a function so many seconds from now."""
 
@@ -44,10 +45,11 @@ class SimulatedTier:
 def open_tier(
     spec: TierSpec, block_bytes: int, prices: Prices, clock: Callable[[], float]
 ) -> SimulatedTier:
-    """A tier as `spec` says; a Valkey or LMCache without a size holds all that comes."""
+    """A tier as `spec` says; a Valkey or LMCache, which have no size, hold `MOST_SLOTS` blocks."""
     listed = {"host": prices.host, "disk": prices.disk}
-    capacity = spec.capacity_bytes or 1 << 44
-    num_slots = max(1, min(capacity // block_bytes, 1 << 24))
+    num_slots = MOST_SLOTS
+    if spec.capacity_bytes:
+        num_slots = max(1, spec.capacity_bytes // block_bytes)
     table = SlotTable(num_slots, lease_seconds=LEASE_SECONDS, clock=clock)
     return SimulatedTier(spec.kind, table, listed.get(spec.kind, prices.valkey))
 

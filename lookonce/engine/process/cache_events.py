@@ -171,8 +171,7 @@ class StepEvents:
         self._requests: list[Change] = []
         self._load = load or Load()
         self._tier_stats = tier_stats
-        self.next_load = 0.0
-        """Before then the load is told only where nothing is left to do."""
+        self._next_load = 0.0
 
     def stored(
         self, block_hash: bytes, parent: bytes | None, tokens: bytes, items: tuple[bytes, ...]
@@ -200,9 +199,9 @@ class StepEvents:
         """Tell the load where it was not told for `LOAD_SECONDS`, or nothing is left to do."""
         load = self._load
         idle = not running and not waiting and load.running + load.waiting > 0
-        if moment < self.next_load and not idle:
+        if moment < self._next_load and not idle:
             return
-        self.next_load = moment + LOAD_SECONDS
+        self._next_load = moment + LOAD_SECONDS
         load.running, load.waiting = running, waiting
         load.note_tiers(self._tier_stats())
         self._requests.append(msgspec.structs.replace(load))
