@@ -2,12 +2,14 @@
 
 The engine runs in a process of its own, started with `python -m`, so scripts need no main guard.
 The frontend runs on an event loop in a background thread. Calls are synchronous and may come from
-any thread.
+any thread of the process that made the `LLM`; a process that is forked from it makes its own.
 """
 
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
+import os
 import threading
 import weakref
 from collections.abc import (
@@ -36,7 +38,7 @@ from lookonce.config import NANO, Config, Options, SchedulerConfig, resolve
 from lookonce.engine.process_io import engine_settings
 from lookonce.engine.supervisor.engine_supervisor import EngineSupervisor, OnLoading
 from lookonce.engine.supervisor.socket_folder import socket_folder
-from lookonce.errors import BadRequestError, RequestFailedError
+from lookonce.errors import BadRequestError, LookOnceError, RequestFailedError, UnavailableError
 from lookonce.frontend.frontend import (
     Frontend,
     engine_client,
@@ -219,7 +221,8 @@ class LLM:
             while (text := self._loop.run(_next(texts))) is not None:
                 yield text
         finally:
-            self._loop.run(_ended(texts))
+            with suppress(UnavailableError):  # the LLM was closed: the stream has ended, too
+                self._loop.run(_ended(texts))
 
     def session(
         self,
@@ -537,35 +540,90 @@ async def _closed(session: Session) -> None:
 
 
 class _LoopThread:
-    """An event loop in a background thread."""
+    """An event loop in a background thread of this process."""
 
     def __init__(self) -> None:
+        self._pid = os.getpid()
+        self._is_closed = False
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(
             target=self._loop.run_forever, name="lookonce-llm", daemon=True
         )
         self._thread.start()
 
-    def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of `work`; whatever interrupts the wait cancels it."""
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        try:
-            return future.result()
-        except BaseException:
-            future.cancel()
-            raise
+    @property
+    def is_of_this_process(self) -> bool:
+        """False in a process that was forked later, where the thread does not run."""
+        return os.getpid() == self._pid
 
-    def stop(self) -> None:
+    @property
+    def is_this_thread(self) -> bool:
+        return threading.current_thread() is self._thread
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of `work`; whatever interrupts the wait cancels it.
+
+        Raises `UnavailableError` after `close`, in a forked process and on the loop's own thread.
+        """
+        refused = self._refusal()
+        if refused is not None:
+            work.close()
+            raise refused
+        return self._result(work)
+
+    def close(self, work: Coroutine[Any, Any, object]) -> None:
+        """Run `work` as the last one, end the calls that still run, and end the thread."""
+        self._is_closed = True
+        # At interpreter exit executors take no more work; everything that needs none is still done.
+        with suppress(RuntimeError):
+            self._result(work)
+        self._result(_cancel_other_tasks())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
 
+    def _refusal(self) -> LookOnceError | None:
+        if not self.is_of_this_process:
+            return UnavailableError("this LLM is of the process that this one was forked from")
+        if self._is_closed:
+            return UnavailableError("this LLM is closed")
+        if self.is_this_thread:
+            return UnavailableError("an LLM cannot be called from its own callbacks")
+        return None
+
+    def _result(self, work: Coroutine[Any, Any, T]) -> T:
+        try:
+            future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        except RuntimeError:  # another thread has closed the loop since
+            work.close()
+            raise UnavailableError("this LLM is closed") from None
+        try:
+            return future.result()
+        except concurrent.futures.CancelledError:
+            if self._is_closed:
+                raise UnavailableError("this LLM was closed") from None
+            raise
+        except BaseException:
+            future.cancel()
+            raise
+
+
+async def _cancel_other_tasks() -> None:
+    """Cancel what runs on this event loop, and wait for its end."""
+    others = asyncio.all_tasks() - {cast("asyncio.Task[Any]", asyncio.current_task())}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
+
 
 def _end_all(stack: AsyncExitStack, loop: _LoopThread) -> None:
-    # At interpreter exit executors take no more work; everything that needs none is still closed.
-    with suppress(RuntimeError):
-        loop.run(stack.aclose())
-    loop.stop()
+    """Called once: by `LLM.close`, by the garbage collector or at exit."""
+    if not loop.is_of_this_process:  # engine and sockets are the other process's
+        return
+    if loop.is_this_thread:  # the garbage collector runs on any thread
+        threading.Thread(target=_end_all, args=(stack, loop), name="lookonce-llm-end").start()
+        return
+    loop.close(stack.aclose())
 
 
 async def _end_engine(supervisor: EngineSupervisor, running: asyncio.Task[None]) -> None:
