@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import AsyncGeneratorType
-from typing import Any, Self, TypeVar, cast
+from typing import Any, Self, TypeGuard, TypeVar, cast
 
 import msgspec
 import numpy as np
@@ -363,7 +363,12 @@ class LLM:
         return frontend
 
     def _sampling(self, asked: SamplingParams | None) -> SamplingParams:
-        return default_sampling(self._frontend.defaults) if asked is None else asked
+        """Raises `BadRequestError`."""
+        if asked is None:
+            return default_sampling(self._frontend.defaults)
+        if not isinstance(asked, SamplingParams):
+            raise BadRequestError("sampling_params must be a SamplingParams")
+        return asked
 
     def _for_chat(self, asked: SamplingParams | None) -> tuple[SamplingParams, ToolCalling | None]:
         """How to sample a chat's answer, and how to parse it: None where it is plain text.
@@ -661,20 +666,39 @@ async def _next(items: AsyncIterator[T]) -> T | None:
 def _conversations(
     messages: Sequence[Message] | Sequence[Sequence[Message]],
 ) -> list[list[Message]]:
-    """One conversation or several."""
-    if not messages or isinstance(messages[0], dict):
+    """One conversation or several. Raises `BadRequestError`."""
+    if not _is_list(messages):
+        raise BadRequestError("messages must be a list of messages, or a list of such lists")
+    if not messages or not _is_list(messages[0]):
         return [list(cast("Sequence[Message]", messages))]
     return [list(messages) for messages in cast("Sequence[Sequence[Message]]", messages)]
 
 
 def _prompts(prompts: Prompt | Sequence[Prompt]) -> list[str | list[int]]:
-    """One prompt or several, each as text or a list of token ids."""
-    if isinstance(prompts, str):
-        return [prompts]
-    if prompts and all(isinstance(part, int) for part in prompts):
-        return [list(cast("Sequence[int]", prompts))]
-    several = cast("Sequence[Prompt]", prompts)
-    return [prompt if isinstance(prompt, str) else list(prompt) for prompt in several]
+    """One prompt or several, each as text or a list of token ids. Raises `BadRequestError`."""
+    if not _is_list(prompts) or (len(prompts) and all(map(_is_token_id, prompts))):
+        return [_prompt(prompts, "prompts")]
+    return [_prompt(prompt, f"prompts[{n}]") for n, prompt in enumerate(prompts)]
+
+
+def _prompt(prompt: object, param: str) -> str | list[int]:
+    if isinstance(prompt, str):
+        return prompt
+    if _is_list(prompt) and all(map(_is_token_id, prompt)):
+        return list(map(int, prompt))
+    raise BadRequestError(
+        f"{param}: a prompt is a text or a list of token ids; pictures and sound go into messages, "
+        "as in LLM.chat",
+        param=param,
+    )
+
+
+def _is_list(value: object) -> TypeGuard[Sequence[Any]]:
+    return isinstance(value, Sequence | np.ndarray) and not isinstance(value, str | bytes)
+
+
+def _is_token_id(value: object) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 def _content(text: str, tools: ToolCalling | None) -> str:

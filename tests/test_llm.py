@@ -179,6 +179,29 @@ def test_one_bad_request_fails_its_call_alone(llm):
     assert llm.chat(ask("Say river."), GREEDY)[0].text == "river"
 
 
+@pytest.mark.parametrize(
+    ("prompts", "told"),
+    [
+        (None, "prompts: a prompt is a text"),
+        ({"prompt": "Hi", "multi_modal_data": {}}, "prompts: .* pictures and sound go into"),
+        (["Hi", {"prompt": "Hi"}], r"prompts\[1\]"),
+        ([True], r"prompts\[0\]"),
+        ([[5], [1.5]], r"prompts\[1\]"),
+    ],
+)
+def test_what_is_no_prompt_is_refused_by_its_place(llm, prompts, told):
+    with pytest.raises(BadRequestError, match=told):
+        llm.generate(prompts, GREEDY)
+
+
+def test_what_is_no_conversation_or_no_parameters_is_refused(llm):
+    for messages in ("Hello", None, {"role": "user", "content": "Hello"}):
+        with pytest.raises(BadRequestError, match="messages must be a list"):
+            llm.chat(messages, GREEDY)
+    with pytest.raises(BadRequestError, match="must be a SamplingParams"):
+        llm.generate("Hello", {"max_tokens": 3})
+
+
 @pytest.fixture(scope="module")
 def narrow() -> Iterator[LLM]:
     """Two are computed side by side, and the queue asked for is too short for any call."""
