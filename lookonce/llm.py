@@ -80,6 +80,7 @@ from lookonce.types.sampling import SamplingParams
 
 Message = dict[str, Any]
 DEFAULT_FALLBACK = Fallback()
+CANCEL_SECONDS = 5.0
 Prompt = str | Sequence[int]
 Render = Callable[[], Coroutine[Any, Any, RenderedPrompt]]
 T = TypeVar("T")
@@ -531,7 +532,9 @@ class LiveSession:
         return self._session.is_slowed
 
     def close(self) -> None:
-        self._run(_closed(self._session))
+        """Ends the session; nothing where its LLM is closed."""
+        with suppress(UnavailableError):
+            self._run(_closed(self._session))
 
     def __enter__(self) -> Self:
         return self
@@ -614,11 +617,12 @@ class _LoopThread:
 
 
 async def _cancel_other_tasks() -> None:
-    """Cancel what runs on this event loop, and wait for its end."""
+    """Cancel what runs on this event loop, and wait for its end, `CANCEL_SECONDS` at most."""
     others = asyncio.all_tasks() - {cast("asyncio.Task[Any]", asyncio.current_task())}
     for task in others:
         task.cancel()
-    await asyncio.gather(*others, return_exceptions=True)
+    if others:
+        await asyncio.wait(others, timeout=CANCEL_SECONDS)
 
 
 def _end_all(stack: AsyncExitStack, loop: _LoopThread) -> None:
