@@ -38,7 +38,7 @@ from lookonce.config import NANO, Config, Options, SchedulerConfig, resolve
 from lookonce.engine.process_io import engine_settings
 from lookonce.engine.supervisor.engine_supervisor import EngineSupervisor, OnLoading
 from lookonce.engine.supervisor.socket_folder import socket_folder
-from lookonce.errors import BadRequestError, LookOnceError, RequestFailedError, UnavailableError
+from lookonce.errors import BadRequestError, RequestFailedError, UnavailableError
 from lookonce.frontend.frontend import (
     Frontend,
     engine_client,
@@ -552,6 +552,7 @@ class _LoopThread:
 
     def __init__(self) -> None:
         self._pid = os.getpid()
+        self._lock = threading.Lock()
         self._is_closed = False
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(
@@ -573,38 +574,11 @@ class _LoopThread:
 
         Raises `UnavailableError` after `close`, in a forked process and on the loop's own thread.
         """
-        refused = self._refusal()
-        if refused is not None:
-            work.close()
-            raise refused
-        return self._result(work)
-
-    def close(self, work: Coroutine[Any, Any, object]) -> None:
-        """Run `work` as the last one, end the calls that still run, and end the thread."""
-        self._is_closed = True
-        # At interpreter exit executors take no more work; everything that needs none is still done.
-        with suppress(RuntimeError):
-            self._result(work)
-        self._result(_cancel_other_tasks())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
-
-    def _refusal(self) -> LookOnceError | None:
-        if not self.is_of_this_process:
-            return UnavailableError("this LLM is of the process that this one was forked from")
-        if self._is_closed:
-            return UnavailableError("this LLM is closed")
-        if self.is_this_thread:
-            return UnavailableError("an LLM cannot be called from its own callbacks")
-        return None
-
-    def _result(self, work: Coroutine[Any, Any, T]) -> T:
         try:
-            future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        except RuntimeError:  # another thread has closed the loop since
+            future = self._begin(work)
+        except UnavailableError:
             work.close()
-            raise UnavailableError("this LLM is closed") from None
+            raise
         try:
             return future.result()
         except concurrent.futures.CancelledError:
@@ -614,6 +588,31 @@ class _LoopThread:
         except BaseException:
             future.cancel()
             raise
+
+    def close(self, work: Coroutine[Any, Any, object]) -> None:
+        """Run `work` as the last one, end the calls that still run, and end the thread."""
+        with self._lock:
+            self._is_closed = True
+        # At interpreter exit executors take no more work; everything that needs none is still done.
+        with suppress(RuntimeError):
+            self._begun(work).result()
+        self._begun(_cancel_other_tasks()).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def _begin(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+        if not self.is_of_this_process:
+            raise UnavailableError("this LLM is of the process that this one was forked from")
+        if self.is_this_thread:
+            raise UnavailableError("an LLM cannot be called from its own callbacks")
+        with self._lock:  # what begins before `close` is cancelled by it
+            if self._is_closed:
+                raise UnavailableError("this LLM is closed")
+            return self._begun(work)
+
+    def _begun(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
 
 
 async def _cancel_other_tasks() -> None:
