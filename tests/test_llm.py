@@ -180,6 +180,29 @@ def test_one_bad_request_fails_its_call_alone(llm):
     assert llm.chat(ask("Say river."), GREEDY)[0].text == "river"
 
 
+@pytest.mark.parametrize(
+    ("prompts", "told"),
+    [
+        (None, "prompts: a prompt is a text"),
+        ({"prompt": "Hi", "multi_modal_data": {}}, "prompts: .* pictures and sound go into"),
+        (["Hi", {"prompt": "Hi"}], r"prompts\[1\]"),
+        ([True], r"prompts\[0\]"),
+        ([[5], [1.5]], r"prompts\[1\]"),
+    ],
+)
+def test_what_is_no_prompt_is_refused_by_its_place(llm, prompts, told):
+    with pytest.raises(BadRequestError, match=told):
+        llm.generate(prompts, GREEDY)
+
+
+def test_what_is_no_conversation_or_no_parameters_is_refused(llm):
+    for messages in ("Hello", None, {"role": "user", "content": "Hello"}):
+        with pytest.raises(BadRequestError, match="messages must be a list"):
+            llm.chat(messages, GREEDY)
+    with pytest.raises(BadRequestError, match="must be a SamplingParams"):
+        llm.generate("Hello", {"max_tokens": 3})
+
+
 def test_more_prompts_than_may_wait_are_all_answered_in_order(llm):
     words = ["apple", "river"] * 50
     prompts = [f"<|im_start|>user\nSay {w}.<|im_end|>\n<|im_start|>assistant\n" for w in words]
@@ -280,17 +303,56 @@ def test_wrong_options_are_refused_before_anything_starts():
         LLM("nano", dtype="float7")
 
 
-def test_a_script_needs_no_main_guard_and_may_forget_to_close(tmp_path):
+SCRIPT = """
+import os, sys, threading, warnings
+warnings.simplefilter("error", RuntimeWarning)
+from lookonce import LLM, SamplingParams
+from lookonce.errors import UnavailableError
+
+llm = LLM("nano")
+
+def ask():
+    try:
+        return llm.generate("Hello", SamplingParams(max_tokens=1))[0].usage.completion_tokens
+    except UnavailableError as error:
+        return error.message
+
+def wait(session):
+    try:
+        session.answer()
+    except UnavailableError:
+        print("ended")
+
+if (child := os.fork()) == 0:
+    print(ask(), flush=True)
+    sys.exit()  # with all that Python does at exit
+print("child:", os.waitpid(child, 0)[1])
+print(ask())
+waiting = threading.Thread(target=wait, args=[llm.session(prompt="Hello", answer=False)])
+waiting.start()
+llm.close()
+waiting.join()
+llm.close()
+print(ask())
+llm = LLM("nano")
+print(ask())  # and forgets to close
+"""
+
+
+def test_a_script_needs_no_main_guard_may_fork_close_and_forget_to_close(tmp_path):
     script = tmp_path / "script.py"
-    script.write_text(
-        "from lookonce import LLM, SamplingParams\n"
-        "llm = LLM('nano')\n"
-        "print(llm.generate('Hello', SamplingParams(max_tokens=1))[0].usage.completion_tokens)\n"
-    )
+    script.write_text(SCRIPT)
     done = subprocess.run(
         [sys.executable, script], capture_output=True, text=True, timeout=120, check=False
     )
-    assert done.stdout == "1\n", done.stderr
+    assert done.stdout.splitlines() == [
+        "this LLM is of the process that this one was forked from",
+        "child: 0",
+        "1",
+        "ended",
+        "this LLM is closed",
+        "1",
+    ], done.stderr
     assert "Traceback" not in done.stderr
     assert "parent process is gone" not in done.stderr
 
@@ -334,8 +396,13 @@ def test_an_injected_picture_is_neither_decoded_nor_processed(llm, nano_folder):
 def test_hashes_and_items_that_do_not_match_are_refused(llm):
     with pytest.raises(BadRequestError):
         llm.inject_into_mm_cache({"image": ["a", "b"]}, {"image": [{}]})
-    outcomes = llm.inject_into_mm_cache({"image": ["a"]}, {"image": [{"pixels": [1, 2]}]})
-    assert outcomes["image"][0].status == "rejected"
+    with pytest.raises(BadRequestError, match="'picture' is not one of image, audio, video"):
+        llm.inject_into_mm_cache({"picture": ["a"]}, {"picture": [{}]})
+    with pytest.raises(BadRequestError, match=r"mm_hashes\.image: a list of texts"):
+        llm.inject_into_mm_cache({"image": [b"a"]}, {"image": [{}]})
+    for item in ({"pixels": [1, 2]}, np.zeros(3, np.float32)):
+        outcomes = llm.inject_into_mm_cache({"image": ["a"]}, {"image": [item]})
+        assert outcomes["image"][0].status == "rejected"
 
 
 def test_a_chat_says_what_its_final_channel_says(folder):
