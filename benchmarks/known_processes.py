@@ -99,7 +99,8 @@ def run_api(parts: str) -> None:
 
     watches = Stopwatches(parts)
     watches.around(ChatTemplate, "render", "template")
-    watches.around(CachingTokenizer, "encode", "tokenize")
+    watches.around(CachingTokenizer, "look_up", "tokenize")
+    watches.around(CachingTokenizer, "complete", "tokenize")
     watches.around_async(Renderer, "render_chat", "render")
     submit, received = SenderCache.submit, EngineClient.received
     submitted: list[float] = []

@@ -418,7 +418,8 @@ def bind(config: ServerConfig) -> socket.socket:
         return _bind_unix(config.uds) if config.uds else _bind_tcp(config.host, config.port)
     except (OSError, OverflowError) as error:
         where = config.uds or f"{config.host}:{config.port}"
-        reason = error.strerror if isinstance(error, OSError) else str(error)
+        reason = (error.strerror or "") if isinstance(error, OSError) else str(error)
+        reason = reason.partition(" (while attempting")[0]  # Python names the address again
         raise ConfigError(f"cannot listen on {where}: {reason}") from error
 
 

@@ -1,9 +1,10 @@
-"""Prints docs/clients.md from a run of the tests of clients.
+"""Writes docs/clients.md from a run of the tests of clients.
 
-    python tools/clients_table.py RESULTS.xml... > docs/clients.md
+    python tools/clients_table.py RESULTS.xml...
 
-Each `RESULTS.xml` is what `pytest --junitxml` wrote; `make test-clients` does both. Versions are
-those of the environment that this runs in, of `tests/clients/node`, and of `.venv-open-webui`.
+A client that was not run keeps its row. Each `RESULTS.xml` is what `pytest --junitxml` wrote; `make
+test-clients` does both. Versions are those of the environment that this runs in, of
+`tests/clients/node`, and of `.venv-open-webui`.
 """
 
 import json
@@ -14,6 +15,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "clients.md"
 NODE = ROOT / "tests" / "clients" / "node" / "node_modules"
 OPENAI = r"end_to_end.test_(openai_client|responses|documents)\.test_(?!anthropic)|test_openai_"
 CLIENTS = (
@@ -54,18 +56,24 @@ Python below its newest version, which `make test` uses for the same tests.
 
 def main() -> None:
     cases = [case for path in sys.argv[1:] for case in ElementTree.parse(path).iter("testcase")]
-    print(HEAD)
+    rows = {row.split(" | ")[0].removeprefix("| "): row for row in rows_before()}
     for name, package, pattern in CLIENTS:
         own = [case for case in cases if re.search(pattern, identity(case))]
         passed = [case for case in own if len(case) == 0]
         if not own or all(case.find("skipped") is not None for case in own):
-            print(f"| {name} | `{bare(package)}` | | not installed | |")
+            rows.setdefault(name, f"| {name} | `{bare(package)}` | | not installed | |")
             continue
         tried = "; ".join(dict.fromkeys(words(case.get("name", "")) for case in passed))
-        print(
+        rows[name] = (
             f"| {name} | `{bare(package)}` | {version_of(package)} | {len(passed)} of {len(own)} "
             f"| {tried} |"
         )
+    PAGE.write_text("\n".join([HEAD, *(rows[name] for name, _, _ in CLIENTS)]) + "\n")
+
+
+def rows_before() -> list[str]:
+    lines = PAGE.read_text().splitlines() if PAGE.exists() else []
+    return [line for line in lines if line.startswith("| ")]
 
 
 def identity(case: ElementTree.Element) -> str:

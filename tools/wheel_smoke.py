@@ -4,14 +4,17 @@
 
 The embedded model says what it sees in a drawn picture, once with each variant of the CPU kernels
 that this CPU can run and once with none. All must answer the same, and the log must name the
-variant. `make wheel` builds the wheel and calls this.
+variant. Then `lookonce serve` answers the same over HTTP. `make wheel` builds the wheel and calls
+this.
 """
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
+import urllib.request
 import venv
 from base64 import b64encode
 from io import BytesIO
@@ -65,13 +68,42 @@ def compare() -> None:
         sys.exit("the answers differ")
     if "red circle" not in answers[NONE][0]:
         sys.exit("the answer is wrong")
+    if (said := serve()) != answers[NONE][0]:
+        sys.exit(f"lookonce serve answers {said!r}")
+    print(f"{'served':12} {said!r}")
 
 
-def answer() -> None:
-    """Prints what the embedded model says of a picture, and of words alone, as JSON."""
+def serve() -> str:
+    """What `lookonce serve` of this environment says of the picture."""
+    command = [Path(sys.prefix) / "bin" / "lookonce", "serve", "--port", "0"]
+    log = Path("serve.log")
+    with log.open("wb") as stderr:
+        server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True)
+    try:
+        line = server.stdout.readline() if server.stdout else ""
+        found = re.search(r"http://\S+", line)
+        if found is None:
+            sys.exit(f"lookonce serve does not say where it listens\n{log.read_text()}")
+        body = {
+            "messages": [{"role": "user", "content": shown()}],
+            "temperature": 0,
+            "max_tokens": 24,
+        }
+        request = urllib.request.Request(
+            f"{found[0]}/v1/chat/completions",
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=60) as response:
+            return str(json.load(response)["choices"][0]["message"]["content"])
+    finally:
+        server.terminate()
+        server.wait()
+
+
+def shown() -> list[dict[str, object]]:
+    """A picture and a question about it."""
     from PIL import Image, ImageDraw
-
-    from lookonce import LLM, SamplingParams
 
     picture = Image.new("RGB", (168, 112), "white")
     draw = ImageDraw.Draw(picture)
@@ -81,9 +113,15 @@ def answer() -> None:
     picture.save(png, "PNG")
     url = f"data:image/png;base64,{b64encode(png.getvalue()).decode()}"
     image = {"type": "image_url", "image_url": {"url": url}}
-    seen = [image, {"type": "text", "text": QUESTION}]
+    return [image, {"type": "text", "text": QUESTION}]
+
+
+def answer() -> None:
+    """Prints what the embedded model says of a picture, and of words alone, as JSON."""
+    from lookonce import LLM, SamplingParams
+
     with LLM("nano") as llm:
-        conversations = [[{"role": "user", "content": content}] for content in (seen, QUESTION)]
+        conversations = [[{"role": "user", "content": content}] for content in (shown(), QUESTION)]
         sampling = SamplingParams(temperature=0, max_tokens=24)
         print(json.dumps([output.text for output in llm.chat(conversations, sampling)]))
 

@@ -252,7 +252,7 @@ def _refusal(response: httpx.Response) -> str:
 
 
 def _reason(error: Exception) -> str:
-    return str(error) or type(error).__name__
+    return re.sub(r"^\[Errno -?\d+\] ", "", str(error)) or type(error).__name__
 
 
 def _loaded(options: Options, stack: ExitStack) -> LLM:

@@ -121,7 +121,7 @@ def check_cores(
         yield Finding("cores", "ok", found)
     load = _line(proc / "loadavg").partition(" ")[0]
     if load and float(load) > usable:
-        advice = "Others use the cores, too: answers take as many times longer."
+        advice = "Other programs use the cores, too: answers will take longer."
         yield Finding("load", "slow", f"{float(load):g} on {usable:g} cores", advice)
 
 

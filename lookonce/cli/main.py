@@ -38,6 +38,7 @@ SERVE_OPTIONS = [field.name for field in dataclasses.fields(Options) if field.na
 Model = Annotated[
     str,
     typer.Argument(
+        metavar="MODEL",
         help="A local Hugging Face folder, a hub id, nano or nano-ear.",
         envvar=variable_of("model"),
         show_envvar=False,
@@ -61,6 +62,7 @@ BENCHMARKS: dict[str, tuple[str, str]] = {
     "live": ("benchmarks.live", "sessions of a day in flat memory, side by side, and resent"),
     "look": ("benchmarks.look", "what a picture costs when known, when new, uncached"),
     "prefetch": ("benchmarks.prefetch", "first tokens when pictures come late in the prompt"),
+    "prices": ("benchmarks.prices", "what a step, a picture, a request take: for simulate"),
     "processes": ("benchmarks.processes", "several API processes: rates, CPU, memory together"),
     "nano": ("benchmarks.nano", "how often nano answers right about what it never saw"),
     "render": ("benchmarks.render", "what /render and /tokenize cost beside the picture's work"),
@@ -68,6 +70,7 @@ BENCHMARKS: dict[str, tuple[str, str]] = {
     "serve": ("benchmarks.serve", "a server under load: rates, percentiles, caches; a peer"),
     "start": ("benchmarks.start", "from the command to /ready, and the first requests"),
     "tracing": ("benchmarks.tracing", "what traces cost: tokens/s and CPU beside a server without"),
+    "twin": ("benchmarks.twin", "a real server beside its simulation, on the same requests"),
     "warmup": ("benchmarks.warmup", "the first request after /ready beside later ones"),
 }
 """Name → module, whose `main(arguments)` returns the exit status, and what it measures."""
@@ -102,7 +105,7 @@ def serve(model: Model = NANO, **given: Any) -> None:
 @app.command(cls=GroupedCommand)
 @takes_options(RENDER_OPTIONS)
 def render(model: Model = NANO, **given: Any) -> None:
-    """Serve what MODEL makes of prompts, without an engine: no weights are loaded."""
+    """Serve what MODEL makes of prompts, without an engine or weights."""
     from lookonce.cli.serve import run_render_server
 
     raise typer.Exit(run_render_server(options_from(model, given)))
@@ -127,9 +130,10 @@ def fleet(
         str | None, typer.Option(help="Of a Ray cluster; by default one starts here.")
     ] = None,
 ) -> None:
-    """Serve many engines behind one address, on Ray Serve; needs lookonce[fleet].
+    """Serve many engines behind one address; needs lookonce[fleet].
 
-    Requests go to where their pictures and prompts are known. SIGHUP reads the file again.
+    Ray Serve places, watches and replaces them. Requests go to where their pictures and prompts are
+    known. SIGHUP reads the file again.
     """
     from lookonce.cli.fleet import run_fleet
 
@@ -219,7 +223,7 @@ def ls(
 
 
 @app.command(cls=GroupedCommand)
-def pull(model: Annotated[str, typer.Argument(help="A hub id.")]) -> None:
+def pull(model: Annotated[str, typer.Argument(metavar="MODEL", help="A hub id.")]) -> None:
     """Download MODEL from the hub, and print its folder."""
     from lookonce.cli.model_list import pull as download
 
@@ -270,10 +274,89 @@ def top(
     interval: Annotated[float, typer.Option(min=0.2, help="Seconds between two looks.")] = 2.0,
     once: Annotated[bool, typer.Option("--once", help="Print once, also on a terminal.")] = False,
 ) -> None:
-    """Watch a running server: requests, tenants, what is reused, memory, KV tiers."""
+    """Watch a server: requests, tenants, reuse, memory, KV tiers."""
     from lookonce.cli.top import run_top
 
     run_top(url, api_key, interval=interval, once=once)
+
+
+@app.command(cls=GroupedCommand)
+def simulate(
+    trace: Annotated[
+        str,
+        typer.Argument(
+            metavar="TRACE",
+            help="A file (a request log, Mooncake's or ServeGen's columns), or a generator: zipf, "
+            "conversations, agents, fresh.",
+        ),
+    ],
+    engines: Annotated[str, typer.Option(help="How many; 1,2,4 tries each.")] = "1",
+    router: Annotated[
+        str,
+        typer.Option(
+            help="price (the fleet's own), round_robin, power_of_two, least_loaded, "
+            "consistent_hash; several with commas."
+        ),
+    ] = "price",
+    kv_cache_gb: Annotated[str, typer.Option(help="Of each engine, GiB; 1,4 tries each.")] = "1",
+    kv_tier: Annotated[
+        list[str],
+        typer.Option(help="A tier as for serve, or none; each that is given is tried."),
+    ] = [],  # noqa: B006
+    encoder_tier: Annotated[list[str], typer.Option(help="As for serve; nearest first.")] = [],  # noqa: B006
+    prices: Annotated[
+        Path | None,
+        typer.Option(help="A file of `lookonce bench prices --json`; by default nano's."),
+    ] = None,
+    settings: Annotated[
+        list[str],
+        typer.Option("--set", metavar="NAME=NUMBER", help="Of a generator: requests, rate, …"),
+    ] = [],  # noqa: B006
+    per_engine: Annotated[
+        bool,
+        typer.Option("--per-engine", help="A generator's requests and rate are of each engine."),
+    ] = False,
+    max_requests: Annotated[int | None, typer.Option(min=1, help="The first ones only.")] = None,
+    speed: Annotated[float, typer.Option(help="How many times as fast requests come.")] = 1.0,
+    max_num_seqs: Annotated[int, typer.Option(min=1, help="As for serve.")] = 64,
+    max_num_batched_tokens: Annotated[int, typer.Option(min=1, help="As for serve.")] = 2048,
+    encoder_cache_gb: Annotated[float, typer.Option(help="As for serve.")] = 0.5,
+    target_p99: Annotated[
+        float | None,
+        typer.Option(help="Seconds to the first token that 99 of 100 may take: recommends."),
+    ] = None,
+    engine_cost: Annotated[float, typer.Option(help="Of one engine, in any unit.")] = 1.0,
+    host_gb_cost: Annotated[float, typer.Option(help="Of a GiB of a tier's memory.")] = 0.005,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write all figures to this file.")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="Write curves to this SVG file.")] = None,
+) -> None:
+    """Replay TRACE on simulated engines: hit rates, delays, and which fleet is enough."""
+    from lookonce.cli.simulate import Asked, run_simulate
+
+    asked = Asked(
+        trace=trace,
+        engines=engines,
+        router=router,
+        kv_cache_gb=kv_cache_gb,
+        kv_tier=tuple(kv_tier),
+        encoder_tier=tuple(encoder_tier),
+        prices=prices,
+        shape=tuple(settings),
+        per_engine=per_engine,
+        max_requests=max_requests,
+        speed=speed,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        encoder_cache_gb=encoder_cache_gb,
+        target_p99=target_p99,
+        engine_cost=engine_cost,
+        host_gb_cost=host_gb_cost,
+        json_file=json_file,
+        plot=plot,
+    )
+    raise typer.Exit(run_simulate(asked))
 
 
 @app.command(
@@ -282,20 +365,26 @@ def top(
 )
 def bench(
     context: typer.Context,
-    name: Annotated[str, typer.Argument(autocompletion=lambda: sorted(BENCHMARKS))] = "list",
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", autocompletion=lambda: sorted(BENCHMARKS))
+    ] = "list",
 ) -> None:
-    """Run the benchmark NAME, or list them; each takes --json FILE and --help."""
+    """Run the benchmark NAME, or list them.
+
+    Each takes --json FILE and --help.
+    """
     raise typer.Exit(run_benchmark(name, context.args))
 
 
 def run_benchmark(name: str, arguments: Sequence[str]) -> int:
     """Run benchmark `name` and return its exit status; `list` prints all names."""
-    if name in ("list", "--help"):
+    if name in ("list", "--help", "-h"):
         for known, (_, measures) in sorted(BENCHMARKS.items()):
             print(f"{known:12} {measures}")
         return 0
     if name not in BENCHMARKS:
-        raise ConfigError(f"there is no benchmark {name!r}; there are: {', '.join(BENCHMARKS)}")
+        known = ", ".join(sorted(BENCHMARKS))
+        raise ConfigError(f"there is no benchmark {name!r}; there are: {known}")
     if not (CHECKOUT / "benchmarks" / "running_server.py").is_file():
         raise ConfigError(
             "the benchmarks are not installed with the package: they are in benchmarks/ of "
@@ -323,13 +412,30 @@ def _run(arguments: list[str]) -> int:
     try:
         return int(app(arguments, standalone_mode=False) or 0)
     except UsageError as error:
-        return _complain(error.format_message(), 2)  # type: ignore[attr-defined]
+        return _complain(_usage_message(error), 2)
     except ConfigError as error:
         return _complain(error.message, 2)
     except LookOnceError as error:
         return _complain(error.message, 1)
     except (KeyboardInterrupt, typer.Abort):
         return 130
+
+
+WANTED = {"int": "a whole number", "float": "a number", "bool": "true or false"}
+"""How pydantic's names of errors begin, which reads values for typer → what the value should be."""
+
+
+def _usage_message(error: Any) -> str:
+    """What click says; of a value of the wrong kind also the value, and where it stands."""
+    found: list[dict[str, Any]] = getattr(error.__cause__, "errors", list)()
+    wanted = WANTED.get(found[0]["type"].partition("_")[0]) if found else None
+    if wanted is None or not getattr(error, "param", None):
+        return str(error.format_message())
+    name = error.param.name
+    place = {"ENVIRONMENT": f" ({variable_of(name)})", "DEFAULT_MAP": " (in the file of --config)"}
+    where = place.get(error.ctx.get_parameter_source(name).name, "")
+    value = str(found[0]["input"])
+    return f"--{name.replace('_', '-')} must be {wanted}, got {value!r:.60}{where}"
 
 
 def _complain(message: str, status: int) -> int:

@@ -34,12 +34,17 @@ def print_models_held(*, as_json: bool) -> None:
         print(json.dumps([asdict(model) for model in models], indent=1))
         return
     width = max(len(model.name) for model in models)
+    type_width = max(len(model.model_type) for model in models)
     for model in models:
         media = ", ".join(("text", *model.media))
         print(
-            f"{model.name:{width}}  {model.nbytes / 1e9:7.2f} GB  {model.model_type:16}  "
+            f"{model.name:{width}}  {_size(model.nbytes):>9}  {model.model_type:{type_width}}  "
             f"{media:18}  {model.state}"
         )
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.0f} MB"
 
 
 def held_models() -> list[HeldModel]:

@@ -50,7 +50,8 @@ HELP: dict[str, str] = {
     "float32. By default float32 on CPU and bfloat16 on CUDA.",
     "max_model_len": "Prompt plus generated tokens of one sequence; the model's own by default.",
     "pooling": "Give embeddings instead of answers: last, mean, cls or all of a prompt's hidden "
-    "states; none: answers, whatever the model's files say. By default the files decide.",
+    "states, or sparse: weights of tokens; none: answers, whatever the model's files say. By "
+    "default the files decide.",
     "max_num_seqs": "Sequences computed side by side.",
     "max_num_batched_tokens": "Tokens computed in one step, prompts and answers together.",
     "max_queue": "Waiting requests of one tenant beyond which new ones are refused with 429.",
@@ -100,6 +101,8 @@ HELP: dict[str, str] = {
     "with the server.",
     "response_store_gb": "Stored responses and conversations of all tenants, GiB; 0 stores none.",
     "response_store_ttl": "Seconds after its last use for which a response is stored.",
+    "request_log": "Append a line of JSON for each request to this file, without contents, for "
+    "lookonce simulate.",
     "root_path": "What a proxy puts before every path: /models/a.",
 }
 """One line per field of `Options`."""
@@ -168,7 +171,14 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "max_decode_seconds",
         "max_document_pages",
     ),
-    "logs": ("log_format", "log_level", "otlp_endpoint", "otlp_sample_ratio", "events"),
+    "logs": (
+        "log_format",
+        "log_level",
+        "otlp_endpoint",
+        "otlp_sample_ratio",
+        "events",
+        "request_log",
+    ),
 }
 """Heading of the help → its options; what is in none is under "other"."""
 OTHER = "other"

@@ -53,8 +53,10 @@ def print_servers(api_key: str | None, *, as_json: bool) -> None:
         return
     print(f"{'PID':>7}  {'URL':28}  {'MODEL':24}  {'STATUS':12}  {'UP':>7}  MEMORY")
     for each in servers:
+        untold = "? (needs --api-key)" if each.status == "ready" else "?"
+        model = untold if each.model == "?" else each.model
         print(
-            f"{each.pid:7}  {each.url:28}  {each.model:24}  {each.status:12}  "
+            f"{each.pid:7}  {each.url:28}  {model:24}  {each.status:12}  "
             f"{_age(each.seconds):>7}  {each.memory_bytes / 1e9:.2f} GB"
         )
 

@@ -6,6 +6,7 @@ Ctrl-C; elsewhere it prints once.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -82,7 +83,7 @@ def take_snapshot(client: httpx.Client, *, with_state: bool = True) -> Snapshot:
         status = ready.json()["status"]
         families = list(text_string_to_metric_families(shown.raise_for_status().text))
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
-        reason = str(error) or type(error).__name__
+        reason = re.sub(r"^\[Errno -?\d+\] ", "", str(error)) or type(error).__name__
         if "CERTIFICATE_VERIFY_FAILED" in reason:
             reason += " (SSL_CERT_FILE names the file of a certificate of your own)"
         raise UnavailableError(

@@ -21,7 +21,9 @@ SMALLEST = 1e-12
 def require_generates(model: ModelInfo) -> None:
     """Raises `BadRequestError` for a model that pools."""
     if model.pooling is not None:
-        routes = "/v1/score, /v1/rerank or /pooling" if model.pooling.scores else "/v1/embeddings"
+        routes = "/v1/score, /v1/rerank or /pooling"
+        if model.pooling.kind not in ("all", "sparse") and not model.pooling.scores:
+            routes = "/v1/embeddings"
         kind = "scores" if model.pooling.scores else "embeddings"
         raise BadRequestError(
             f"this model gives {kind} and generates nothing: use {routes}", param="model"
@@ -43,8 +45,8 @@ def check_dimensions(dimensions: int | None, pooling: PoolingInfo) -> None:
     """Raises `BadRequestError`."""
     if dimensions is None:
         return
-    if pooling.scores:
-        raise BadRequestError("dimensions: this model gives no vectors", param="dimensions")
+    if pooling.scores or pooling.kind == "sparse":
+        raise BadRequestError("dimensions: this model gives no dense vectors", param="dimensions")
     if not 1 <= dimensions <= pooling.width:
         raise BadRequestError(
             f"dimensions: this model's vectors have {pooling.width} numbers, of which 1 to "
@@ -54,8 +56,8 @@ def check_dimensions(dimensions: int | None, pooling: PoolingInfo) -> None:
 
 
 def pooled_of(generation: PromptGeneration, pooling: PoolingInfo) -> Floats:
-    """[n, width] as the model gave it, a vector of the prompt or of each token. Raises
-    `BadRequestError` for a prompt that its client aborted."""
+    """[n, width] as the model gave it: a vector of the prompt or of each token, or pairs of token
+    id and weight. Raises `BadRequestError` for a prompt that its client aborted."""
     if generation.pooled is None:
         if "abort" in generation.reasons:
             raise BadRequestError("the request was aborted", code="request_aborted")
@@ -99,6 +101,14 @@ def similarity(first: Floats, second: Floats) -> float:
     over the first's of the largest cosine with one of the second's (late interaction)."""
     cosines = normalized(first) @ normalized(second).T
     return float(cosines.max(-1).sum())
+
+
+def overlap(first: Floats, second: Floats) -> float:
+    """The dot product of two sparse vectors, pairs of token id and weight [n, 2] and [m, 2]."""
+    _, left, right = np.intersect1d(
+        first[:, 0], second[:, 0], assume_unique=True, return_indices=True
+    )
+    return float(first[left, 1] @ second[right, 1])
 
 
 def encoded(found: Floats, encoding_format: str) -> list[float] | str:

@@ -91,10 +91,17 @@ class EmbeddingList(PooledAnswer, kw_only=True):
     data: list[Embedding]
 
 
+class TokenWeight(msgspec.Struct):
+    """One number of a sparse vector."""
+
+    token_id: int
+    weight: float
+
+
 class PooledOutput(msgspec.Struct, kw_only=True):
     object: str = "pooling"
     index: int
-    data: list[float | list[float]] | str
+    data: list[float | list[float] | TokenWeight] | str
 
 
 class PoolingList(PooledAnswer, kw_only=True):

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import msgspec
 import torch
+import transformers
 from blake3 import blake3
 from safetensors import SafetensorError
 from transformers import PreTrainedConfig
@@ -30,7 +31,7 @@ from lookonce.model.families.registry import family_for
 from lookonce.model.fused_modules import fuse_norms, patch_vision_modules
 from lookonce.model.key_rotation import key_rotation
 from lookonce.model.kv_pages import KVPages
-from lookonce.model.pooling import Head, make_head, pooling_info
+from lookonce.model.pooling import Head, SparseHead, make_head, make_sparse_head, pooling_info
 from lookonce.model.proof import prove, prove_media
 from lookonce.model.state import StatePool
 from lookonce.types.media import MediaExample
@@ -41,6 +42,8 @@ Progress = Callable[[int, int], None]
 """Called with (weights loaded, weights in all), from (0, all) to (all, all)."""
 Examples = Callable[[], Sequence[MediaExample]]
 Json = dict[str, Any]
+LEXICALLY_EMPTY = ("cls_token", "eos_token", "pad_token", "unk_token")
+"""Roles of tokens that BGE-M3's lexical head gives no weight."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +53,7 @@ class LoadedModel:
     info: ModelInfo
     dtype: torch.dtype
     device: torch.device
-    head: Head | None = None
+    head: Head | SparseHead | None = None
     """What a model that pools has after its hidden states."""
 
     def kv_pages(self, num_blocks: int, block_size: int) -> KVPages:
@@ -103,16 +106,25 @@ def load_model(
         if separator is not None and pooling.head == "classifier":
             family.separator_id = _token_id(config.folder, separator)
         like = torch.zeros(1, family.hidden_size, dtype=dtype, device=device)
-        head = make_head(
-            Path(config.folder),
-            pooling,
-            family.pooling_head(),
-            getattr(family, "lm_head", None),
-            like,
-        )
+        head = _pooling_head(config.folder, family, pooling, like)
         pools = pooling_info(pooling, head, like, encoder_only=info.encoder_only)
         info = msgspec.structs.replace(info, pooling=pools)
     return LoadedModel(model, family, info, dtype, device, head)
+
+
+def _pooling_head(
+    folder: str, family: ModelFamily, pooling: PoolingFiles, like: torch.Tensor
+) -> Head | SparseHead | None:
+    """What a model that pools has after its hidden states. Raises `ModelLoadError`."""
+    if pooling.kind != "sparse":
+        lm_head = getattr(family, "lm_head", None)
+        return make_head(Path(folder), pooling, family.pooling_head(), lm_head, like)
+    texts = (_role_text(folder, role) for role in LEXICALLY_EMPTY)
+    found = (_token_id(folder, text) for text in texts if text is not None)
+    special = [token for token in found if token is not None and token < family.vocab_size]
+    return make_sparse_head(
+        Path(folder), pooling, family.pooling_head(), like, family.vocab_size, special
+    )
 
 
 def _read_config(config: ModelConfig) -> Json:
@@ -186,9 +198,11 @@ def _read_weights(
     pooling: PoolingFiles | None = None,
 ) -> Model:
     """The model on the CPU in `dtype`: paged attention in the text model, SDPA elsewhere."""
+    masked = pooling is not None and pooling.head == "masked_lm"
+    reader = transformers.AutoModelForMaskedLM if masked else family.transformers_class()
     try:
         with _reported(progress):
-            model, loading = family.transformers_class().from_pretrained(
+            model, loading = reader.from_pretrained(
                 config.folder,
                 dtype=dtype,
                 use_safetensors=True,

@@ -7,12 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from lookonce.errors import ModelLoadError
-from lookonce.types.pooling import PoolingFiles, PoolingInfo, PoolingKind
+from lookonce.types.pooling import (
+    PAIR,
+    SCORING_HEADS,
+    SPARSE_LINEAR,
+    PoolingFiles,
+    PoolingInfo,
+    PoolingKind,
+)
 from lookonce.types.step import NewSequence, ScheduledSequence
 
 Head = Callable[[Tensor], Tensor]
@@ -25,6 +33,55 @@ ACTIVATIONS: Mapping[str, type[nn.Module]] = {
     "torch.nn.modules.activation.SiLU": nn.SiLU,
 }
 """What Sentence Transformers' dense layers name."""
+LOGIT_ROWS = 64
+"""Rows of logits that SPLADE makes at a time: each has a number for every token there is."""
+
+
+class SparseHead:
+    """The weights that a vocabulary's tokens have in a part of a prompt."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+
+    def weights(self, hidden: Tensor, token_ids: Tensor) -> Tensor:
+        """Hidden states [t, H] and the ids [t] of their tokens → weights [vocab_size], float32."""
+        raise NotImplementedError
+
+
+class SpladeHead(SparseHead):
+    """A token's weight is log(1 + its largest logit at any position), of logits above 0.
+
+    Formal et al., "SPLADE v2" (2021). Version 3 of OpenSearch's encoders takes the logarithm twice.
+    """
+
+    def __init__(self, logits: Head, vocab_size: int, saturations: int) -> None:
+        super().__init__(vocab_size)
+        self._logits = logits
+        self._saturations = saturations
+
+    def weights(self, hidden: Tensor, token_ids: Tensor) -> Tensor:
+        highest = [self._logits(rows).amax(0) for rows in torch.split(hidden, LOGIT_ROWS)]
+        found = torch.stack(highest).amax(0).float().relu()
+        for _ in range(self._saturations):
+            found = found.log1p()
+        return found
+
+
+class LexicalHead(SparseHead):
+    """BGE-M3's: a linear layer weighs each token of the prompt; one that comes again has its
+    largest weight. Special tokens have none."""
+
+    def __init__(self, linear: Head, vocab_size: int, special_ids: Sequence[int]) -> None:
+        super().__init__(vocab_size)
+        self._linear = linear
+        self._special = torch.tensor(sorted(special_ids), dtype=torch.long)
+
+    def weights(self, hidden: Tensor, token_ids: Tensor) -> Tensor:
+        of_each = self._linear(hidden).float().flatten().relu()
+        ids = token_ids.to(hidden.device)
+        found = of_each.new_zeros(self.vocab_size).scatter_reduce(0, ids, of_each, "amax")
+        found[self._special.to(found.device)] = 0.0
+        return found
 
 
 class Pooler:
@@ -33,34 +90,40 @@ class Pooler:
     A chunk that is computed twice replaces what it gave before.
     """
 
-    def __init__(self, kind: PoolingKind, head: Head | None = None) -> None:
+    def __init__(self, kind: PoolingKind, head: Head | SparseHead | None = None) -> None:
         """`head` None: hidden states are the result."""
         self._kind = kind
-        self._head = head
-        self._lengths: dict[int, int] = {}
-        """Sequence → tokens of its prompt."""
+        self._sparse = head if isinstance(head, SparseHead) else None
+        self._head = None if isinstance(head, SparseHead) else head
+        self._prompts: dict[int, Tensor] = {}
+        """Sequence → the ids of its prompt's tokens."""
         self._parts: dict[int, dict[int, Tensor]] = {}
         """Sequence → start of a chunk → what it adds."""
 
     def add(self, new: NewSequence) -> None:
-        self._lengths[new.seq_id] = len(new.token_ids)
+        self._prompts[new.seq_id] = torch.from_numpy(np.array(new.token_ids, np.int64))
         self._parts[new.seq_id] = {}
 
     def remove(self, seq_ids: Sequence[int]) -> None:
         for seq_id in seq_ids:
-            self._lengths.pop(seq_id, None)
+            self._prompts.pop(seq_id, None)
             self._parts.pop(seq_id, None)
 
     def pool(self, hidden: Tensor, chunks: Sequence[ScheduledSequence]) -> dict[int, Tensor]:
         """Hidden states [T, H] of a step → the results of sequences whose prompt ends in it, each
-        [W], or [tokens, W] where all are kept; float32 on the CPU."""
+        [W], [tokens, W] where all are kept, or pairs [n, 2]; float32 on the CPU."""
         ended, row = [], 0
         for chunk in chunks:
             end = chunk.start + chunk.num_tokens
             rows = hidden[row : row + chunk.num_tokens]
             row += chunk.num_tokens
-            is_end = end == self._lengths[chunk.seq_id]
-            part = self._part(rows, is_start=chunk.start == 0, is_end=is_end)
+            prompt = self._prompts[chunk.seq_id]
+            is_end = end == len(prompt)
+            part = (
+                self._part(rows, is_start=chunk.start == 0, is_end=is_end)
+                if self._sparse is None
+                else self._sparse.weights(rows, prompt[chunk.start : end])
+            )
             if part is not None:
                 self._parts[chunk.seq_id][chunk.start] = part
             if is_end:
@@ -69,6 +132,8 @@ class Pooler:
             return {}
         if self._kind == "all":
             return {seq_id: self._joined(seq_id) for seq_id in ended}
+        if self._sparse is not None:
+            return {seq_id: self._pairs(seq_id) for seq_id in ended}
         pooled = torch.stack([self._vector(seq_id) for seq_id in ended])
         if self._head is not None:
             pooled = self._head(pooled.to(hidden.dtype))
@@ -88,13 +153,19 @@ class Pooler:
         parts = self._parts[seq_id]
         if self._kind == "mean":
             total = torch.stack([parts[start] for start in sorted(parts)]).sum(0)
-            return total / self._lengths[seq_id]
+            return total / len(self._prompts[seq_id])
         (part,) = parts.values()
         return part
 
     def _joined(self, seq_id: int) -> Tensor:
         parts = self._parts[seq_id]
         return torch.cat([parts[start] for start in sorted(parts)])
+
+    def _pairs(self, seq_id: int) -> Tensor:
+        """[n, 2]: token ids, rising, and their weights; float32 has every id of a vocabulary."""
+        weights = torch.stack(list(self._parts[seq_id].values())).amax(0)
+        ids = weights.nonzero().flatten()
+        return torch.stack([ids.float(), weights[ids]], 1).cpu()
 
 
 class DenseHead(nn.Module):
@@ -133,16 +204,46 @@ def make_head(
     return nn.Sequential(*layers)
 
 
+def make_sparse_head(
+    folder: Path,
+    files: PoolingFiles,
+    family_head: Head | None,
+    like: Tensor,
+    vocab_size: int,
+    special_ids: Sequence[int],
+) -> SparseHead:
+    """What makes the weights of the vocabulary's tokens, with its own weights as `like`'s.
+
+    `family_head` is the family's masked language model's. Raises `ModelLoadError`.
+    """
+    if files.head == "masked_lm":
+        if family_head is None:
+            raise ModelLoadError("the model has no head that writes masked tokens")
+        return SpladeHead(family_head, family_head(like).shape[-1], files.saturations)
+    found = read_tensors(folder, ("weight", "bias"), SPARSE_LINEAR)
+    if "weight" not in found or found["weight"].shape != (1, like.shape[-1]):
+        raise ModelLoadError(f"{SPARSE_LINEAR} has no weight of the shape [1, {like.shape[-1]}]")
+    linear = DenseHead(
+        found["weight"].to(like),
+        found["bias"].to(like) if "bias" in found else None,
+        nn.Identity(),
+    )
+    return LexicalHead(linear, vocab_size, special_ids)
+
+
 def pooling_info(
-    files: PoolingFiles, head: Head | None, like: Tensor, *, encoder_only: bool
+    files: PoolingFiles, head: Head | SparseHead | None, like: Tensor, *, encoder_only: bool
 ) -> PoolingInfo:
     """What other processes know. `like` [1, H] has the model's dtype."""
+    if isinstance(head, SparseHead):
+        most_pairs = head.vocab_size if files.head == "masked_lm" else 0
+        return PoolingInfo("sparse", PAIR, files.normalize, most_pairs=most_pairs)
     width = like.shape[-1] if head is None else head(like).shape[-1]
     return PoolingInfo(
         files.kind,
         int(width),
         files.normalize,
-        scores=bool(files.head),
+        scores=files.head in SCORING_HEADS,
         reuses_prefixes=files.kind == "last" and not encoder_only,
     )
 
@@ -189,10 +290,12 @@ def _options(path: Path) -> dict[str, Any]:
     return options
 
 
-def read_tensors(folder: Path, names: Sequence[str]) -> dict[str, Tensor]:
+def read_tensors(
+    folder: Path, names: Sequence[str], pattern: str = "*.safetensors"
+) -> dict[str, Tensor]:
     """Those of `names` that the folder's safetensors have. Raises `ModelLoadError`."""
     found: dict[str, Tensor] = {}
-    for path in sorted(folder.glob("*.safetensors")):
+    for path in sorted(folder.glob(pattern)):
         try:
             with safe_open(path, framework="pt") as file:
                 held = set(file.keys())

@@ -14,9 +14,10 @@ import msgspec
 
 from lookonce.errors import ModelLoadError
 
-PoolingKind = Literal["last", "mean", "cls", "all"]
+PoolingKind = Literal["last", "mean", "cls", "all", "sparse"]
 """Whose hidden states make the result: the last token's, the mean of all, the first token's, or
-those of every token, each a vector of its own."""
+those of every token, each a vector of its own. "sparse": pairs of a token of the vocabulary and its
+weight, for all weights above 0."""
 POOLING_KINDS: tuple[PoolingKind, ...] = get_args(PoolingKind)
 ST_KINDS: dict[str, PoolingKind] = {
     "cls": "cls",
@@ -42,7 +43,15 @@ ENCODER_ONLY = frozenset(EMBEDDING_TYPES) - {"colqwen2"}
 """Of these, types that compute a whole input at once and keep no keys and values."""
 CLASSIFIER = "ForSequenceClassification"
 """End of the names of architectures with a classification head."""
-Head = Literal["", "classifier", "logit_score"]
+Head = Literal["", "classifier", "logit_score", "masked_lm", "sparse_linear"]
+SCORING_HEADS: tuple[Head, ...] = ("classifier", "logit_score")
+MASKED_LM = "ForMaskedLM"
+"""End of the names of architectures with a head that writes masked tokens."""
+MASKED_LM_TYPES = ENCODER_ONLY - {"clip", "siglip"}
+SPARSE_LINEAR = "sparse_linear.safetensors"
+"""The weights of BGE-M3's lexical head in a folder: `weight` [1, H] and `bias` [1]."""
+PAIR = 2
+"""Numbers of a pair of token id and weight."""
 
 
 class PoolingInfo(msgspec.Struct, frozen=True, array_like=True):
@@ -59,6 +68,14 @@ class PoolingInfo(msgspec.Struct, frozen=True, array_like=True):
     reuses_prefixes: bool = False
     """A cached prefix saves computing: the last token's hidden state alone is needed, and it is
     computed from keys and values."""
+    most_pairs: int = 0
+    """Sparse results: most pairs of one; 0: as many as the prompt has tokens."""
+
+    def most_numbers(self, num_tokens: int) -> int:
+        """The most numbers that a prompt's result may have."""
+        if self.kind == "sparse":
+            return self.width * (self.most_pairs or num_tokens)
+        return self.width * (num_tokens if self.kind == "all" else 1)
 
 
 class PoolingFiles(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,7 +87,11 @@ class PoolingFiles(msgspec.Struct, frozen=True, kw_only=True):
     """Folders of Sentence Transformers' dense layers, in their order."""
     head: Head = ""
     """"classifier": the weights of the architecture; "logit_score": the difference of the logits
-    of the two tokens below, as rerankers made of decoders are read."""
+    of the two tokens below, as rerankers made of decoders are read. Of sparse results:
+    "masked_lm", SPLADE: the largest logit of each token of the vocabulary at any position;
+    "sparse_linear", BGE-M3: a weight of each token of the prompt."""
+    saturations: int = 1
+    """SPLADE: how often log(1 + x) is taken of what is above 0 of a logit."""
     true_token_id: int = 0
     false_token_id: int | None = None
 
@@ -91,8 +112,29 @@ def read_pooling(
     _refuse_other_attention(config)
     if asked is None:
         return found
+    if asked == "sparse":
+        return found if found and found.kind == "sparse" else _sparse(Path(folder), config)
     kind = next(kind for kind in POOLING_KINDS if kind == asked)
-    return PoolingFiles(kind=kind) if found is None else msgspec.structs.replace(found, kind=kind)
+    if found is None or found.kind == "sparse":
+        return PoolingFiles(kind=kind)
+    return msgspec.structs.replace(found, kind=kind)
+
+
+def _sparse(folder: Path, config: Mapping[str, object]) -> PoolingFiles:
+    """Of a folder whose files do not say that it is sparse. Raises `ModelLoadError`."""
+    head: Head = "sparse_linear" if (folder / SPARSE_LINEAR).is_file() else "masked_lm"
+    if head == "masked_lm" and not _has_masked_lm(config):
+        raise ModelLoadError(
+            f"--pooling sparse: the folder has no {SPARSE_LINEAR}, and its architecture is no "
+            f"encoder's {MASKED_LM}"
+        )
+    return PoolingFiles(kind="sparse", head=head, normalize=False)
+
+
+def _has_masked_lm(config: Mapping[str, object]) -> bool:
+    named = config.get("architectures")
+    found = isinstance(named, list) and any(str(name).endswith(MASKED_LM) for name in named)
+    return found and config.get("model_type") in MASKED_LM_TYPES
 
 
 def _refuse_other_attention(config: Mapping[str, object]) -> None:
@@ -109,7 +151,7 @@ def _refuse_other_attention(config: Mapping[str, object]) -> None:
 
 def _from_files(folder: Path, config: Mapping[str, object]) -> PoolingFiles | None:
     modules = _read(folder / "modules.json")
-    found = _from_modules(folder, modules) if isinstance(modules, list) else None
+    found = _from_modules(folder, modules, config) if isinstance(modules, list) else None
     if found is not None:
         return found
     model_type = str(config.get("model_type", ""))
@@ -131,7 +173,9 @@ def has_classifier(config: Mapping[str, object]) -> bool:
     )
 
 
-def _from_modules(folder: Path, modules: list[Any]) -> PoolingFiles | None:
+def _from_modules(
+    folder: Path, modules: list[Any], config: Mapping[str, object]
+) -> PoolingFiles | None:
     """None for modules of which none pools, as those of a classifier."""
     kind: PoolingKind | None = None
     dense: list[str] = []
@@ -143,8 +187,11 @@ def _from_modules(folder: Path, modules: list[Any]) -> PoolingFiles | None:
         options = _read(folder / path / "config.json")
         options = options if isinstance(options, dict) else {}
         match name:
-            case "Transformer":
+            case "Transformer" | "MLMTransformer":
                 continue
+            case "SpladePooling":
+                kind, found["head"] = "sparse", "masked_lm"
+                found["saturations"] = _saturations(options)
             case "Pooling":
                 kind = _kind(options)
             case "Normalize":
@@ -156,6 +203,10 @@ def _from_modules(folder: Path, modules: list[Any]) -> PoolingFiles | None:
                 found |= _token_ids(options)
             case _:
                 raise ModelLoadError(f"modules.json: {name!r:.40} modules are not supported")
+    if kind == "sparse" and (dense or found["normalize"] or not _has_masked_lm(config)):
+        raise ModelLoadError(
+            f"modules.json: SpladePooling is read alone, behind an encoder's {MASKED_LM}"
+        )
     return None if kind is None else PoolingFiles(kind=kind, dense=tuple(dense), **found)
 
 
@@ -174,6 +225,18 @@ def _kind(options: Mapping[str, Any]) -> PoolingKind:
         f"pooling by {', '.join(map(str, names)) or 'nothing'} is not supported; --pooling takes "
         f"{', '.join(POOLING_KINDS)}"
     )
+
+
+def _saturations(options: Mapping[str, Any]) -> int:
+    """Of the configuration of a SPLADE module. Raises `ModelLoadError`."""
+    strategy = options.get("pooling_strategy", "max")
+    activation = options.get("activation_function", "relu")
+    if strategy != "max" or activation not in ("relu", "log1p_relu"):
+        raise ModelLoadError(
+            f"SpladePooling by {strategy!r:.20} of {activation!r:.20} is not supported; 'max' of "
+            "'relu' or 'log1p_relu' is"
+        )
+    return 1 if activation == "relu" else 2
 
 
 def _token_ids(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -76,6 +76,7 @@ def test_every_command_has_a_heading(capsys):
     app(["--help"], standalone_mode=False)
     text = capsys.readouterr().out
     assert "Other:" not in text
+    assert not [line for line in text.splitlines()[1:] if line.endswith("...")]  # none is cut
     assert all(f"{heading}:" in text for heading in COMMANDS)
 
 
@@ -99,7 +100,8 @@ MISTAKES = [
     (["chat", "hi", "--url", "http://127.0.0.1:1", "--device", "cuda"], "--device is an option of"),
     (["chat", "hi", "--audio", "/nowhere.wav"], "nowhere.wav"),
     (["serve", "--prot", "1"], "--prot"),
-    (["serve", "--port", "http"], "--port"),
+    (["serve", "--port", "http"], "--port must be a whole number, got 'http'"),
+    (["serve", "--kv-cache-gb", "many"], "--kv-cache-gb must be a number, got 'many'"),
     (["serve", "--api-processes", "0"], "--api-processes"),
     (["serve", "--dtype", "int3"], "--dtype"),
     (["serve", "--device", "tpu"], "--device"),
@@ -142,6 +144,13 @@ def refused(monkeypatch, capsys, *arguments: str) -> str:
 @pytest.mark.parametrize(("arguments", "named"), MISTAKES)
 def test_a_mistake_is_one_line_and_status_2(monkeypatch, capsys, arguments, named):
     assert named in refused(monkeypatch, capsys, *arguments)
+
+
+def test_a_mistake_in_the_file_of_limits_ends_the_start(monkeypatch, capsys, tmp_path):
+    limits = tmp_path / "limits.toml"
+    limits.write_text("[default]\nweight = 'much'\n")
+    line = refused(monkeypatch, capsys, "serve", "--limits", str(limits))
+    assert "default.weight: expected" in line
 
 
 def test_a_mistake_is_told_without_a_traceback_or_a_warning():
@@ -331,7 +340,7 @@ def test_what_kubernetes_sets_for_a_service_is_no_option():
         ("prot: 5", "'prot' (did you mean port?)"),
         ("- port", "OPTION: VALUE"),
         ("port: [", "line 1"),
-        ("port: 80.5", "--port"),
+        ("port: 80.5", "--port must be a whole number, got '80.5' (in the file of --config)"),
         ("port: {a: 1}", "port is not a value"),
         ("kv_tier: [[a]]", "kv_tier is not a value"),
     ],
@@ -343,6 +352,11 @@ def test_a_file_s_mistakes_are_named(monkeypatch, capsys, tmp_path, text, named)
 
 
 # --- what is judged before anything loads ---------------------------------------------------------
+
+
+def test_a_mistake_in_a_variable_names_it(monkeypatch, capsys):
+    monkeypatch.setenv("LOOKONCE_PORT", "http")
+    assert "got 'http' (LOOKONCE_PORT)" in refused(monkeypatch, capsys, "serve")
 
 
 def test_the_version_is_told_and_h_is_help():

@@ -328,6 +328,97 @@ def test_two_towers_give_transformers_vectors_of_texts_and_pictures(embedder, ki
         assert close(vector[0], expected)
 
 
+# --- sparse vectors -------------------------------------------------------------------------------
+
+
+def dense_of(pairs: np.ndarray, vocab_size: int) -> np.ndarray:
+    """Pairs of token id and weight → a weight of every token."""
+    dense = np.zeros(vocab_size, np.float32)
+    dense[pairs[:, 0].astype(int)] = pairs[:, 1]
+    return dense
+
+
+@pytest.mark.parametrize(
+    ("kind", "asked"),
+    [
+        ("splade", None),
+        ("splade-distilbert", "sparse"),
+        ("splade-modernbert", "sparse"),
+        ("splade-mpnet", "sparse"),
+    ],
+)
+@torch.inference_mode()
+def test_splade_s_weights_are_the_largest_logits_of_transformers(embedder, kind, asked):
+    loaded = load_pooled(embedder(kind), asked)
+    found = PooledEngine(loaded, budget=128).pool([text_case(ids) for ids in TEXTS]).vectors
+    auto = transformers.AutoModelForMaskedLM
+    model = auto.from_pretrained(embedder(kind), dtype=torch.float32).eval()
+    for ids, pairs in zip(TEXTS, found, strict=True):
+        logits = model(torch.tensor([ids])).logits[0]
+        expected = logits.amax(0).relu().log1p()
+        assert close(dense_of(pairs, len(expected)), expected)
+        assert pairs[:, 1].min() > 0.0
+        assert len(pairs) == int((expected > 0.0).sum())
+        assert not close(dense_of(pairs, len(expected)), logits[0].relu().log1p())
+
+
+@torch.inference_mode()
+def test_splade_saturates_twice_where_its_module_says_so(embedder, tmp_path):
+    folder = copied(embedder("splade"), tmp_path / "twice")
+    options = folder / "1_SpladePooling" / "config.json"
+    options.write_text('{"pooling_strategy": "max", "activation_function": "log1p_relu"}')
+    (pairs,) = PooledEngine(load_pooled(folder), budget=64).pool([text_case(TEXTS[0])]).vectors
+    model = transformers.AutoModelForMaskedLM.from_pretrained(folder).eval()
+    expected = model(torch.tensor([TEXTS[0]])).logits[0].amax(0).relu().log1p().log1p()
+    assert close(dense_of(pairs, len(expected)), expected)
+
+
+@torch.inference_mode()
+def test_bge_m3_s_lexical_weights_leave_out_special_tokens(embedder):
+    """As its own code computes them: the largest weight of each token, none of special ones."""
+    folder = embedder("lexical")
+    loaded = load_pooled(folder, "sparse")
+    assert loaded.info.pooling is not None
+    assert not loaded.info.pooling.scores
+    separator = loaded.family.config.eos_token_id
+    linear = load_file(folder / "sparse_linear.safetensors")
+    prompts = [[3, *TEXTS[0], *TEXTS[0][:4], separator], [3, *TEXTS[2], separator]]
+    found = PooledEngine(loaded, budget=128).pool(list(map(text_case, prompts))).vectors
+    for ids, pairs in zip(prompts, found, strict=True):
+        weights = hidden_states(folder, ids) @ linear["weight"][0] + linear["bias"]
+        expected: dict[int, float] = {}
+        for token, weight in zip(ids, weights.tolist(), strict=True):
+            if token not in (3, separator) and weight > 0.0:
+                expected[token] = max(weight, expected.get(token, 0.0))
+        assert 0 < len(expected) < len(set(ids))
+        assert weights[[0, -1]].max() > 0.0  # special tokens would have weights
+        assert pairs[:, 0].tolist() == sorted(expected)
+        assert np.abs(pairs[:, 1] - [expected[int(t)] for t in pairs[:, 0]]).max() < TOLERANCE
+
+
+def test_a_folder_with_both_heads_gives_dense_vectors_unless_asked(embedder):
+    folder = embedder("lexical")
+    (found,) = PooledEngine(load_pooled(folder), budget=64).pool([text_case(TEXTS[0])]).vectors
+    assert close(found[0], hidden_states(folder, TEXTS[0])[0])
+
+
+def test_sparse_vectors_need_a_head_for_them(embedder, tmp_path):
+    with pytest.raises(ModelLoadError, match=r"no sparse_linear\.safetensors"):
+        load_pooled(embedder("bert"), "sparse")
+    folder = copied(embedder("lexical"), tmp_path / "wrong")
+    save_file({"weight": torch.zeros(1, 8)}, folder / "sparse_linear.safetensors")
+    with pytest.raises(ModelLoadError, match=r"no weight of the shape \[1, 64\]"):
+        load_pooled(folder, "sparse")
+    folder = copied(embedder("splade"), tmp_path / "sum")
+    (folder / "1_SpladePooling" / "config.json").write_text('{"pooling_strategy": "sum"}')
+    with pytest.raises(ModelLoadError, match="SpladePooling by 'sum'"):
+        load_pooled(folder)
+    (folder / "config.json").write_text('{"model_type": "bert", "architectures": ["BertModel"]}')
+    (folder / "1_SpladePooling" / "config.json").write_text("{}")
+    with pytest.raises(ModelLoadError, match="behind an encoder's ForMaskedLM"):
+        load_pooled(folder)
+
+
 # --- what folders and options say -----------------------------------------------------------------
 
 

@@ -351,6 +351,85 @@ def test_conversations_are_saved_as_files(reciting, open_sized):
     assert question == {"type": "text", "text": "First?"}
 
 
+def open_saved(page, content: object, name: str = "saved.json") -> None:
+    text = content if isinstance(content, str) else json.dumps(content)
+    file = {"name": name, "mimeType": "application/json", "buffer": text.encode()}
+    page.locator("#saved-file").set_input_files(file)
+
+
+def test_a_saved_conversation_is_opened_and_goes_on(reciting, open_sized):
+    server = reciting("yes")
+    page = open_sized(server.url)
+    drop_picture(page)
+    ask_and_wait(page, "First?")
+    show_history(page)
+    page.get_by_role("button", name="Actions for First?").click()
+    with page.expect_download() as written:
+        page.get_by_role("button", name="Save as JSON").click()
+    page.get_by_role("button", name="Delete").click()
+    page.get_by_role("button", name="Delete for good?").click()
+    expect(titles(page)).to_have_count(0)
+    open_saved(page, written.value.path().read_text())
+    expect(page.get_by_role("article", name="You")).to_have_text("First?")
+    expect(page.locator(".shown")).to_be_visible()
+    ask_and_wait(page, "More?")  # what was saved has no receipts
+    assert len(server.engine.prompts[-1].items) == 1
+    assert bytes(t for t in server.engine.prompts[-1].token_ids if t < 256) == b"First?yesMore?"
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("{", "not JSON"),
+        ({"model": "nano"}, "no messages"),
+        ({"messages": [{"role": "system", "content": "Hi"}]}, "no question"),
+        (
+            {
+                "messages": [
+                    {
+                        "role": "user",
+                        "content": [
+                            {"type": "image_url", "image_url": {"url": "https://example.org/a"}}
+                        ],
+                    }
+                ]
+            },
+            "elsewhere",
+        ),
+    ],
+)
+def test_a_file_that_is_no_conversation_is_refused_in_words(reciting, open_page, content, said):
+    page = open_page(reciting().url)
+    show_history(page)
+    open_saved(page, content)
+    expect(page.locator("#saved-problem")).to_contain_text(said)
+    expect(titles(page)).to_have_count(0)
+
+
+def test_conversations_are_found_by_their_words(reciting, open_sized):
+    page = open_sized(reciting("A red circle").url)
+    ask_and_wait(page, "First?")
+    page.keyboard.press("Control+Shift+O")
+    expect(page.locator("#welcome")).to_be_visible()
+    drop_picture(page)
+    ask_and_wait(page, "Second?")
+    show_history(page)
+    expect(titles(page)).to_have_text(["Second?", "First?"])
+    find = page.get_by_role("searchbox", name="Find in conversations")
+    for words, found in [
+        ("first", ["First?"]),
+        ("CIRCLE red", ["Second?", "First?"]),
+        ("two.png", ["Second?"]),
+    ]:
+        find.fill(words)
+        expect(titles(page)).to_have_text(found)
+    find.fill("square")
+    expect(titles(page)).to_have_count(0)
+    expect(page.locator("#history-none")).to_be_visible()
+    find.fill("")
+    expect(titles(page)).to_have_count(2)
+
+
 def test_nothing_is_kept_where_that_is_not_wanted_and_all_can_be_deleted(reciting, open_sized):
     page = open_sized(reciting().url)
     ask_and_wait(page, "First?")

@@ -22,6 +22,7 @@ from lookonce.render.media.processing import MediaJob, Processed, Processing, Pr
 from lookonce.render.media.resolver import MediaResolver
 from lookonce.render.prompt import encoder as encoding
 from lookonce.render.prompt.encoder import ChatOptions, PromptEncoder, template_sources
+from lookonce.render.prompt.long_texts import LongTextThreads
 from lookonce.render.prompt.messages import CHARACTERS_PER_VALUE, FEW_VALUES
 from lookonce.render.prompt.tokenizer import Tokenizer
 from lookonce.render.readonly import open_readonly
@@ -231,6 +232,27 @@ def test_texts_are_tokenized_off_the_loop_when_large(setup, monkeypatch):
     small = setup.chat(user(text("hello")))
     monkeypatch.setattr(encoding, "OFF_LOOP_CHARACTERS", 3)
     assert setup.chat(user(text("hello"))).token_ids == small.token_ids
+
+
+def test_a_long_text_is_tokenized_off_the_loop_only_where_it_is_new(setup, monkeypatch):
+    """A conversation that grew by a sentence waits for no thread, and none of other tenants."""
+    in_threads = []
+    run = LongTextThreads.run
+
+    async def running(self, work, tenant, cost):
+        in_threads.append(cost)
+        return await run(self, work, tenant, cost)
+
+    monkeypatch.setattr(LongTextThreads, "run", running)
+    long = "A long text of many words. " * 1000
+    first = setup.chat(user(text(long)))
+    assert len(in_threads) == 1
+    assert in_threads[0] >= len(long)
+    assert setup.chat(user(text(long))).token_ids == first.token_ids
+    assert len(setup.chat(user(text(long + "And a sentence."))).token_ids) > len(first.token_ids)
+    assert len(in_threads) == 1
+    setup.chat(user(text("Other words, as many. " * 1000)))
+    assert len(in_threads) == 2
 
 
 def test_text_that_is_not_unicode_is_refused(setup):

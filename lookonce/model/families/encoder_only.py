@@ -163,10 +163,11 @@ class BertFamily(EncoderOnlyFamily):
         return types
 
     def pooling_head(self) -> Any:
-        """Of a model that classifies: applied to pooled hidden states [n, H]."""
+        """Of a model that classifies: applied to pooled hidden states [n, H]. Of one that writes
+        masked tokens: hidden states → logits [n, vocabulary]."""
         model = self.model
         if not hasattr(model, "classifier"):
-            return None
+            return self._masked_lm_head()
         match self.config.model_type:
             case "modernbert":
                 return nn.Sequential(model.head, model.classifier)
@@ -175,6 +176,23 @@ class BertFamily(EncoderOnlyFamily):
             case "bert":
                 return lambda hidden: model.classifier(model.bert.pooler(hidden.unsqueeze(1)))
         return lambda hidden: model.classifier(hidden.unsqueeze(1))
+
+    def _masked_lm_head(self) -> Any:
+        model = self.model
+        if hasattr(model, "cls"):
+            return model.cls.predictions
+        if hasattr(model, "lm_head"):
+            return model.lm_head
+        if hasattr(model, "vocab_projector"):
+            return nn.Sequential(
+                model.vocab_transform,
+                model.activation,
+                model.vocab_layer_norm,
+                model.vocab_projector,
+            )
+        if hasattr(model, "decoder") and hasattr(model, "head"):
+            return nn.Sequential(model.head, model.decoder)
+        return None
 
 
 class BidirectionalFamily(EncoderOnlyFamily):

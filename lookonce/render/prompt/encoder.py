@@ -36,13 +36,16 @@ from lookonce.render.prompt.placeholders import (
 )
 from lookonce.render.prompt.token_cache import CachingTokenizer, TokenCache
 from lookonce.render.prompt.tokenizer import Tokenizer
-from lookonce.types.fair_queue import TenantWeights
+from lookonce.types.fair_queue import LoopTurns, TenantWeights
 from lookonce.types.media import Modality
 from lookonce.types.request_validation import check_text_length, check_token_count
 
 T = TypeVar("T")
 OFF_LOOP_CHARACTERS = 16 * 1024
-"""A text above this is tokenized in a thread, in turn (tokenizing does 1 to 5 MB/s)."""
+"""More than this is tokenized in a thread, in turn (tokenizing does 1 to 5 MB/s)."""
+LOOK_UP_CHARACTERS = 64 * 1024
+"""A text above this is looked up in a thread, too (a few hundred MB/s, less where it is cut into
+the shortest chunks)."""
 ContentForm = Literal["text", "parts", "either"]
 """What a template takes as a message's content: a text, a list of parts, or either."""
 RESERVED_VARIABLES = frozenset(
@@ -119,6 +122,8 @@ class PromptEncoder:
         self._caching_tokenizer = CachingTokenizer(self._tokenizer)
         self._token_count = TokenCountBound(self._tokenizer)
         self._long_texts = LongTextThreads()
+        self.loop_turns = LoopTurns()
+        """Of tenants that send much at a time."""
         self._placeholder_texts = _placeholder_texts(self._tokenizer, family)
         # Hugging Face's processors add the bos token a template left out; its tokenizers do not.
         self._completes_bos = family is not None
@@ -147,6 +152,7 @@ class PromptEncoder:
         """The same encoder, where tenants whose long texts wait have these weights."""
         other = copy(self)
         other._long_texts = LongTextThreads(weights=weights)
+        other.loop_turns = LoopTurns(weights)
         return other
 
     @property
@@ -295,7 +301,8 @@ class PromptEncoder:
         return (start, text) if self.encode_tokens((text,)) == tokens else (end, "")
 
     async def _check_length(self, text: str, max_tokens: int | None, param: str) -> None:
-        if max_tokens is not None and len(text) > OFF_LOOP_CHARACTERS:
+        # Counting is worth it where it saves tokenizing more than a context may have.
+        if max_tokens is not None and len(text) > max(OFF_LOOP_CHARACTERS, max_tokens):
             check_text_length(len(text), self._tokenizer.longest_token, max_tokens, param)
             least = await asyncio.to_thread(self._token_count.at_least, text, max_tokens)
             check_token_count(least, max_tokens, param)
@@ -310,17 +317,19 @@ class PromptEncoder:
         *,
         add_special_tokens: bool,
     ) -> NDArray[np.int32]:
-        encode = partial(
-            self._caching_tokenizer.encode,
-            text,
-            cache,
-            scope,
-            add_special_tokens=add_special_tokens,
-        )
+        tokenizer = self._caching_tokenizer
         try:
-            if len(text) <= OFF_LOOP_CHARACTERS:
-                return encode()
-            return await self._long_texts.run(encode, tenant, len(text))
+            if len(text) > LOOK_UP_CHARACTERS:
+                encode = partial(tokenizer.encode, text, cache, scope)
+                cost = len(text)
+            else:
+                found = tokenizer.look_up(text, cache, scope)
+                encode = partial(tokenizer.complete, found)
+                cost = found.num_unknown
+            work = partial(encode, add_special_tokens=add_special_tokens)
+            if cost <= OFF_LOOP_CHARACTERS:
+                return work()
+            return await self._long_texts.run(work, tenant, cost)
         except BadRequestError as error:
             raise BadRequestError(f"{param}: {error.message}", param=param) from None
 

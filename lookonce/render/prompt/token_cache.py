@@ -24,6 +24,8 @@ So a match begins at that space, and those before and after it are the same with
 the one normalizer that is allowed here, composes nothing across an ASCII character that a space
 follows.
 
+A text all of whose chunks are known is kept as one more chunk: asked again, it is not even cut.
+
 The first chunks of two texts that begin alike are equal, since a cut depends on the text before it
 and on a few hundred characters after it. So a message that grows is tokenized from its last common
 chunk on.
@@ -35,6 +37,7 @@ import json
 import re
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from threading import Lock
 from typing import Any
 
@@ -148,22 +151,37 @@ class CachingTokenizer:
 
         Raises `BadRequestError` for text with lone surrogates.
         """
+        return self.complete(
+            self.look_up(text, cache, scope), add_special_tokens=add_special_tokens
+        )
+
+    def look_up(self, text: str, cache: TokenCache | None, scope: bytes) -> LookedUp:
+        """What the cache knows of a text; nothing is tokenized."""
         if cache is None or self._splitter is None or self._ends is None or len(text) < MIN_TEXT:
-            return _ids(
-                _packed(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
-            )
+            return LookedUp(text, None, b"", [], [], [])
+        whole = _digest(text, scope)
+        known = cache.get((whole,))
+        if known[0] is not None:
+            return LookedUp(text, cache, whole, [text], [whole], known)
         chunks = list(self._splitter.split(text))
-        packed = self._encode_chunks(chunks, cache, scope)
-        before, after = self._ends if add_special_tokens else (b"", b"")
+        digests = [_digest(chunk, scope) for chunk in chunks]
+        return LookedUp(text, cache, whole, chunks, digests, cache.get(digests))
+
+    def complete(self, found: LookedUp, *, add_special_tokens: bool) -> NDArray[np.int32]:
+        """`encode` of a text that was looked up: what was not known is tokenized, and kept."""
+        if found.cache is None:
+            return _ids(
+                _packed(self._tokenizer.encode(found.text, add_special_tokens=add_special_tokens))
+            )
+        packed = self._encode_chunks(found, found.cache)
+        before, after = self._ends or (b"", b"") if add_special_tokens else (b"", b"")
         return _ids(b"".join((before, *packed, after)))
 
-    def _encode_chunks(self, chunks: list[str], cache: TokenCache, scope: bytes) -> list[bytes]:
+    def _encode_chunks(self, found: LookedUp, cache: TokenCache) -> list[bytes]:
         """The ids of each chunk, of which only those that the cache lacks are tokenized."""
-        digests = [_digest(chunk, scope) for chunk in chunks]
-        known = cache.get(digests)
         new: dict[bytes, bytes] = {}
         packed, num_hits = [], 0
-        for chunk, digest, ids in zip(chunks, digests, known, strict=True):
+        for chunk, digest, ids in zip(found.chunks, found.digests, found.known, strict=True):
             if ids is not None:
                 num_hits += len(ids)
             elif digest in new:
@@ -174,8 +192,33 @@ class CachingTokenizer:
             packed.append(ids)
         if new:
             cache.put(new)
+        elif len(packed) > 1:  # it comes again as it is, and is not cut the next time
+            cache.put({found.whole: b"".join(packed)})
         cache.count(sum(map(len, packed)) // ID_BYTES, num_hits // ID_BYTES)
         return packed
+
+
+@dataclass(frozen=True, slots=True)
+class LookedUp:
+    """A text, its chunks, and the ids of those that are known."""
+
+    text: str
+    cache: TokenCache | None
+    """None: the text is tokenized whole."""
+    whole: bytes
+    """Its digest."""
+    chunks: list[str]
+    digests: list[bytes]
+    known: list[bytes | None]
+
+    @property
+    def num_unknown(self) -> int:
+        """Characters that have to be tokenized."""
+        if self.cache is None:
+            return len(self.text)
+        return sum(
+            len(chunk) for chunk, ids in zip(self.chunks, self.known, strict=True) if ids is None
+        )
 
 
 def _packed(ids: list[int]) -> bytes:

@@ -185,6 +185,10 @@ class HttpProtocol(HttpToolsProtocol):
         name = name.lower()
         if name == b"expect" and value.lower() == b"100-continue":
             self.expect_100_continue = True
+        elif name == b"transfer-encoding" and value.strip().lower() != b"chunked":
+            raise RefusedRequestError(
+                400, "invalid_http", "Transfer-Encoding: a body may come in chunks, and not encoded"
+            )
         self.headers.append((name, value))
         if len(self.headers) > self._limits.max_headers:
             raise RefusedRequestError(

@@ -23,6 +23,7 @@ from lookonce.frontend.pooling import (
     base64_of,
     check_dimensions,
     encoded,
+    overlap,
     pooled_of,
     probabilities,
     ranked,
@@ -47,6 +48,7 @@ from lookonce.frontend.responses import (
     RerankResult,
     Score,
     ScoreList,
+    TokenWeight,
 )
 from lookonce.server.http.body import receive, renaming_errors
 from lookonce.server.rate_limits import count_media
@@ -76,6 +78,11 @@ async def embeddings(request: Request) -> Response:
     if pooling.kind == "all":
         raise BadRequestError(
             "this model gives a vector of each token: use /pooling, /v1/score or /v1/rerank",
+            param="model",
+        )
+    if pooling.kind == "sparse":
+        raise BadRequestError(
+            "this model gives weights of tokens: use /pooling, /v1/score or /v1/rerank",
             param="model",
         )
     check_dimensions(body.dimensions, pooling)
@@ -261,8 +268,7 @@ class PooledBuilder(ABC):
         """Raises `BadRequestError` where the results would have more numbers than `MAX_NUMBERS`,
         all of which are in memory at a time."""
         context = self.context
-        vectors_of_it = rendered.num_tokens if self.pooling.kind == "all" else 1
-        context.num_pooled += vectors_of_it * self.pooling.width
+        context.num_pooled += self.pooling.most_numbers(rendered.num_tokens)
         context.add_prompt(rendered, SAMPLING, pools=True)
         if context.num_pooled > MAX_NUMBERS:
             raise BadRequestError(
@@ -340,8 +346,12 @@ class PoolingBuilder(EmbeddingsBuilder):
         ]
         return self._listed(PoolingList, "pool", data)
 
-    def _data(self, index: int) -> list[float | list[float]] | str:
-        if self.pooling.scores:
+    def _data(self, index: int) -> list[float | list[float] | TokenWeight] | str:
+        if self.pooling.kind == "sparse":
+            found = self.pooled(index)
+            if self.body.encoding_format != "base64":
+                return [TokenWeight(int(token), weight) for token, weight in found.tolist()]
+        elif self.pooling.scores:
             found = self.pooled(index)
             found = found if self.body.use_activation is False else probabilities(found)
         else:
@@ -350,7 +360,7 @@ class PoolingBuilder(EmbeddingsBuilder):
             return base64_of(found)
         if self.pooling.kind != "all":
             return list(found[0].tolist())
-        each: list[float | list[float]] = found.tolist()
+        each: list[float | list[float] | TokenWeight] = found.tolist()
         return each
 
 
@@ -439,7 +449,8 @@ class ComparingBuilder(PooledBuilder):
     def _score(self, first: int, second: int) -> float:
         pooled = self.pooled(first)
         if not self.pooling.scores:
-            return similarity(pooled, self.pooled(second))
+            compare = overlap if self.pooling.kind == "sparse" else similarity
+            return compare(pooled, self.pooled(second))
         if self.body.use_activation is not False:
             pooled = probabilities(pooled)
         return float(pooled[0, 0])

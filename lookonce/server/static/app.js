@@ -6,6 +6,7 @@ import { Capture } from "./capture.js";
 import { Captions } from "./captions.js";
 import { Conversation } from "./conversation.js";
 import { announce, byId, element, icon } from "./dom.js";
+import { fromJson } from "./export.js";
 import { History } from "./history.js";
 import { sampleFile, SAMPLES } from "./samples.js";
 import { Settings } from "./settings.js";
@@ -34,7 +35,7 @@ const transcript = new Transcript(byId("transcript"), byId("welcome"), {
 });
 const tray = new Tray(byId("chips"), { onChange: updateSend, modalities });
 const capture = new Capture({ onFile: (file) => add([file]), takesFilms: () => modalities()?.includes("video") ?? true });
-const history = new History(store, { onOpen: openKept, onGone: (id) => id === conversation.id && leave() });
+const history = new History(store, { onOpen: openKept, onFile: openSaved, onGone: (id) => id === conversation.id && leave() });
 new Captions(() => settings.key);
 const watch = new Watch(new Tiles(byId("tiles")), {
   onReady: findModels,
@@ -231,6 +232,12 @@ function openKept(record) {
   question.focus();
 }
 
+async function openSaved(file) {
+  const record = new Conversation(fromJson(await file.text())).record();
+  if (settings.keeps) await store.put(record);
+  openKept(record);
+}
+
 async function reopen() {
   const id = sessionStorage.getItem(OPEN);
   const record = id && await store.get(id);
@@ -288,6 +295,12 @@ question.addEventListener("keydown", (event) => {
   if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
   event.preventDefault();
   ask();
+});
+document.addEventListener("keydown", (event) => {
+  const opens = event.key.toLowerCase() === "o" && event.shiftKey && (event.ctrlKey || event.metaKey);
+  if (!opens || document.querySelector("dialog[open]")) return;
+  event.preventDefault();
+  newChat();
 });
 document.addEventListener("keydown", (event) => {
   if (event.key !== "Escape" || document.querySelector("dialog[open]")) return;

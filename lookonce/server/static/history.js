@@ -1,4 +1,4 @@
-// The list of kept conversations: open, rename, save as a file, delete.
+// The list of kept conversations: find, open, rename, save as a file, delete; and open such a file.
 
 import { button, byId, element, icon } from "./dom.js";
 import { asJson, asMarkdown } from "./export.js";
@@ -6,11 +6,16 @@ import { asJson, asMarkdown } from "./export.js";
 const WIDE = matchMedia("(min-width: 80rem)");
 
 export class History {
-  /** `onOpen(record)` shows one; `onGone(id)` hears of each that was deleted. */
-  constructor(store, { onOpen, onGone }) {
+  /** `onOpen(record)` shows one, `onFile(file)` one that was saved as JSON; `onGone(id)` hears of each that was deleted. */
+  constructor(store, { onOpen, onFile, onGone }) {
     this.store = store;
     this.onOpen = onOpen;
+    this.onFile = onFile;
     this.onGone = onGone;
+    this.find = byId("find");
+    this.find.addEventListener("input", () => this.refresh());
+    byId("open-saved").addEventListener("click", () => byId("saved-file").click());
+    byId("saved-file").addEventListener("change", ({ target }) => this.#openFile(target));
     this.panel = byId("history");
     this.list = byId("history-list");
     this.toggle = byId("open-history");
@@ -41,8 +46,25 @@ export class History {
   async refresh(current = this.current) {
     this.current = current;
     const records = await this.store.all();
+    const words = this.find.value.toLowerCase().split(/\s+/).filter(Boolean);
+    const found = records.filter((record) => has(record, words));
     byId("history-empty").hidden = records.length > 0;
-    this.list.replaceChildren(...records.map((record) => this.#entry(record)));
+    byId("history-none").hidden = found.length > 0 || records.length === 0;
+    this.find.hidden = records.length === 0;
+    this.list.replaceChildren(...found.map((record) => this.#entry(record)));
+  }
+
+  async #openFile(field) {
+    const problem = byId("saved-problem");
+    problem.hidden = true;
+    try {
+      await this.onFile(field.files[0]);
+      if (!WIDE.matches) this.show(false, { focus: false });
+    } catch (error) {
+      problem.textContent = error.message;
+      problem.hidden = false;
+    }
+    field.value = "";
   }
 
   #entry(record) {
@@ -116,6 +138,16 @@ export class History {
     await this.refresh();
     (this.list.querySelector("button") ?? byId("new-chat")).focus();
   }
+}
+
+/** Whether all words occur in a conversation's title, questions, names of files and answers. */
+function has({ title, turns }, words) {
+  if (!words.length) return true;
+  const said = turns.flatMap(({ question, attachments, answers }) => [
+    question, ...attachments.map(({ name }) => name), ...answers.map(({ text }) => text),
+  ]);
+  const whole = [title, ...said].join("\n").toLowerCase();
+  return words.every((word) => whole.includes(word));
 }
 
 async function save(record, write, ending) {

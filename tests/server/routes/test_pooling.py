@@ -327,6 +327,35 @@ def test_a_vector_of_each_token_and_late_interaction(embedder):
     run(scenario())
 
 
+def test_sparse_vectors_and_their_dot_products(embedder):
+    async def scenario() -> None:
+        async with engine_node(embedder("splade")) as node:
+            texts = ["a red circle", "a blue star"]
+            answer = await node.ok("/pooling", {"input": texts, "encoding_format": "float"})
+            found = [
+                {each["token_id"]: each["weight"] for each in row["data"]} for row in answer["data"]
+            ]
+            assert all(isinstance(token, int) for row in found for token in row)
+            assert all(found)
+            assert found[0] != found[1]
+            packed = await node.ok("/pooling", {"input": texts[0], "encoding_format": "base64"})
+            pairs = vector(packed["data"][0]["data"]).reshape(-1, 2)
+            assert dict(pairs.tolist()) == pytest.approx(found[0])
+            assert packed["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+            scored = await node.ok("/v1/score", {"text_1": texts[0], "text_2": texts})
+            products = [
+                sum(weight * row.get(token, 0.0) for token, weight in found[0].items())
+                for row in found
+            ]
+            scores = [each["score"] for each in scored["data"]]
+            assert scores == pytest.approx(products, rel=1e-5)
+            assert "/pooling" in await refused(node, "/v1/embeddings", {"input": "a"}, "model")
+            fields = {"input": "a", "dimensions": 8}
+            assert "no dense" in await refused(node, "/pooling", fields, "dimensions")
+
+    run(scenario())
+
+
 @pytest.mark.parametrize("kind", ["clip", "siglip"])
 def test_texts_and_pictures_of_two_towers_are_in_one_space(embedder, kind):
     async def scenario() -> None:

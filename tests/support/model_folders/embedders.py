@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,15 @@ SOURCES = {
     "clip": "llava",
     "siglip": "llava",
     "reranker": "qwen3",
+    "splade": "llama",
+    "splade-distilbert": "llama",
+    "splade-modernbert": "llama",
+    "splade-mpnet": "llama",
+    "lexical": "llama",
 }
 """Kind → the generating kind whose folder it is made from."""
+PAIRED = ("bert", "cross", "roberta", "distilbert", "modernbert", "mpnet", "splade", "lexical")
+"""Kinds whose tokenizer writes texts and pairs as BERT's do."""
 PAIR_TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'query' %}Query: {{ m.content }}\n"
     "{% elif m.role == 'document' %}Document: {{ m.content }}\nAnswer:{% endif %}{% endfor %}"
@@ -77,6 +85,35 @@ def add_pooling(folder: Path, mode: str = "lasttoken", *, normalize: bool, dense
         save_file(weights, where / "model.safetensors")
 
 
+def _add_splade(folder: Path) -> None:
+    """Sentence Transformers' files of a sparse encoder."""
+    modules = [
+        {"path": "", "type": "sentence_transformers.sparse_encoder.models.MLMTransformer"},
+        {
+            "path": "1_SpladePooling",
+            "type": "sentence_transformers.sparse_encoder.models.SpladePooling",
+        },
+    ]
+    _write(folder / "modules.json", modules)
+    options = {"pooling_strategy": "max", "activation_function": "relu"}
+    _write(folder / "1_SpladePooling" / "config.json", options)
+
+
+def _add_sparse_linear(folder: Path) -> None:
+    """BGE-M3's lexical head, beside the files of its dense vectors."""
+    import torch
+    from safetensors.torch import save_file
+
+    add_pooling(folder, "cls_token", normalize=True)
+    generator = torch.Generator().manual_seed(5)
+    hidden = _hidden_size(folder)
+    weights = {
+        "weight": torch.randn(1, hidden, generator=generator) / hidden**0.5,
+        "bias": torch.full((1,), 2.9),  # weights of both signs
+    }
+    save_file(weights, folder / "sparse_linear.safetensors")
+
+
 def _hidden_size(folder: Path) -> int:
     config = json.loads((folder / "config.json").read_text())
     return int(config.get("hidden_size") or config["text_config"]["hidden_size"])
@@ -112,7 +149,11 @@ def _new_model(kind: str, folder: Path) -> None:
     model.save_pretrained(folder)
     if kind == "gemma":
         add_pooling(folder, "mean_tokens", normalize=True)
-    if kind in ("bert", "cross", "roberta", "distilbert", "modernbert", "mpnet"):
+    if kind == "splade":
+        _add_splade(folder)
+    if kind == "lexical":
+        _add_sparse_linear(folder)
+    if kind in PAIRED:
         _pair_tokenizer(folder, ids["eos_token_id"])
     if kind == "reranker":
         (folder / "chat_template.jinja").write_text(PAIR_TEMPLATE)
@@ -152,14 +193,18 @@ def _bert(transformers: Any, config: Json, ids: Mapping[str, int]) -> Any:
     return transformers.BertModel(_bert_config(transformers, ids)).eval()
 
 
-def _distilbert(transformers: Any, config: Json, ids: Mapping[str, int]) -> Any:
+def _distilbert(
+    transformers: Any, config: Json, ids: Mapping[str, int], head: str = "SequenceClassification"
+) -> Any:
     chosen = transformers.DistilBertConfig(
         vocab_size=320, dim=64, n_layers=2, n_heads=4, hidden_dim=128, num_labels=1, **ids
     )
-    return transformers.DistilBertForSequenceClassification(chosen).eval()
+    return getattr(transformers, f"DistilBertFor{head}")(chosen).eval()
 
 
-def _modernbert(transformers: Any, config: Json, ids: Mapping[str, int]) -> Any:
+def _modernbert(
+    transformers: Any, config: Json, ids: Mapping[str, int], head: str = "SequenceClassification"
+) -> Any:
     chosen = transformers.ModernBertConfig(
         vocab_size=320,
         hidden_size=64,
@@ -174,10 +219,10 @@ def _modernbert(transformers: Any, config: Json, ids: Mapping[str, int]) -> Any:
         bos_token_id=3,
         **ids,
     )
-    return transformers.ModernBertForSequenceClassification(chosen).eval()
+    return getattr(transformers, f"ModernBertFor{head}")(chosen).eval()
 
 
-def _mpnet(transformers: Any, config: Json, ids: Mapping[str, int]) -> Any:
+def _mpnet(transformers: Any, config: Json, ids: Mapping[str, int], head: str = "Model") -> Any:
     chosen = transformers.MPNetConfig(
         vocab_size=320,
         hidden_size=64,
@@ -188,7 +233,7 @@ def _mpnet(transformers: Any, config: Json, ids: Mapping[str, int]) -> Any:
         bos_token_id=3,
         **ids,
     )
-    return transformers.MPNetModel(chosen).eval()
+    return getattr(transformers, f"MPNet{head}")(chosen).eval()
 
 
 def _gemma(transformers: Any, config: Json, ids: Mapping[str, int]) -> Any:
@@ -204,6 +249,15 @@ def _cross(transformers: Any, config: Json, ids: Mapping[str, int]) -> Any:
 def _roberta(transformers: Any, config: Json, ids: Mapping[str, int]) -> Any:
     chosen = _bert_config(transformers, ids, "XLMRobertaConfig")
     return transformers.XLMRobertaForSequenceClassification(chosen).eval()
+
+
+def _splade(transformers: Any, config: Json, ids: Mapping[str, int]) -> Any:
+    return transformers.BertForMaskedLM(_bert_config(transformers, ids)).eval()
+
+
+def _lexical(transformers: Any, config: Json, ids: Mapping[str, int]) -> Any:
+    chosen = _bert_config(transformers, ids, "XLMRobertaConfig")
+    return transformers.XLMRobertaModel(chosen).eval()
 
 
 def _reranker(transformers: Any, config: Json, ids: Mapping[str, int]) -> Any:
@@ -247,6 +301,11 @@ BUILDERS = {
     "colqwen2": _colqwen2,
     "clip": _clip,
     "siglip": _siglip,
+    "splade": _splade,
+    "splade-distilbert": partial(_distilbert, head="MaskedLM"),
+    "splade-modernbert": partial(_modernbert, head="MaskedLM"),
+    "splade-mpnet": partial(_mpnet, head="ForMaskedLM"),
+    "lexical": _lexical,
 }
 
 
