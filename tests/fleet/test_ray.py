@@ -242,6 +242,8 @@ def test_a_rolling_update_fails_no_request(fleet: RunningFleet) -> None:
 
 def test_a_queue_that_costs_too_much_gets_another_engine(fleet: RunningFleet) -> None:
     delays = {"upscale_delay": 1.0, "downscale_delay": 2.0}
+    fleet.scale(2, seqs=6)
+    fleet.until_engines(2)
     with Bystanders(fleet) as bystanders:
         fleet.scale(2, seqs=6, max_engines=3, target_wait=0.0005, **delays)
         fleet.until_engines(3)
