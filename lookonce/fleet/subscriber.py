@@ -25,7 +25,7 @@ END_OF_REPLAY = b"\xff" * 8
 ANSWER_SECONDS = 5.0
 """How long the answers to one request may take."""
 RETRY_SECONDS = 0.5
-GATHER_SECONDS = 0.05
+GATHER_SECONDS = 0.005
 """Batches that come within this time are handed on together."""
 POLL_MILLISECONDS = 200
 
