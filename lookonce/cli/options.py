@@ -101,6 +101,8 @@ HELP: dict[str, str] = {
     "with the server.",
     "response_store_gb": "Stored responses and conversations of all tenants, GiB; 0 stores none.",
     "response_store_ttl": "Seconds after its last use for which a response is stored.",
+    "request_log": "Append a line of JSON for each request to this file, without contents, for "
+    "lookonce simulate.",
     "root_path": "What a proxy puts before every path: /models/a.",
 }
 """One line per field of `Options`."""
@@ -169,7 +171,14 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "max_decode_seconds",
         "max_document_pages",
     ),
-    "logs": ("log_format", "log_level", "otlp_endpoint", "otlp_sample_ratio", "events"),
+    "logs": (
+        "log_format",
+        "log_level",
+        "otlp_endpoint",
+        "otlp_sample_ratio",
+        "events",
+        "request_log",
+    ),
 }
 """Heading of the help → its options; what is in none is under "other"."""
 OTHER = "other"

@@ -22,16 +22,18 @@ import logging
 import os
 import secrets
 import sqlite3
+import threading
 import time
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from hashlib import sha256
 from itertools import accumulate
 from pathlib import Path
-from threading import Lock
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 import msgspec
@@ -41,6 +43,7 @@ from lookonce.errors import (
     BadRequestError,
     ConfigError,
     NotFoundError,
+    QueueFullError,
     TooLargeError,
     UnavailableError,
 )
@@ -71,6 +74,10 @@ often as it stands in them."""
 MOST_ENTRIES = 65_536
 """Items of one response or conversation: more would fit no model."""
 BUSY_SECONDS = 10.0
+MAX_CALLS = 256
+"""Calls of one tenant that may wait; more are refused with 429."""
+QUANTUM_MS = 5
+"""Milliseconds that a tenant may use the file before the next one's turn."""
 SWEEP_SECONDS = 300.0
 UNFINISHED_SECONDS = 86_400.0
 """After so long a response that was never finished belonged to a process that died."""
@@ -679,16 +686,30 @@ def _statements(script: str) -> Iterator[str]:
             statement = ""
 
 
-class ResponseStore:
-    """A `ResponseDatabase` in a thread of its own, in which tenants take turns: one that reads much
-    keeps another waiting for one operation, not for all of its own."""
+@dataclass(eq=False, slots=True)
+class _Call:
+    work: Callable[[], Any]
+    result: Future[Any]
 
-    def __init__(self, database: ResponseDatabase, weights: TenantWeights | None = None) -> None:
+
+class ResponseStore:
+    """A `ResponseDatabase` in a thread of its own, at which tenants take turns by the time that
+    their calls took."""
+
+    def __init__(
+        self,
+        database: ResponseDatabase,
+        weights: TenantWeights | None = None,
+        max_waiting: int = MAX_CALLS,
+    ) -> None:
+        """`max_waiting`: of one tenant's calls."""
         self._database = database
+        self._max_waiting = max_waiting
         self._thread = ThreadPoolExecutor(1, "response-store")
-        self._waiting: FairQueue[Callable[[], None]] = FairQueue(1.0, weights)
-        self._lock = Lock()
-        """Of `_waiting`."""
+        self._lock = threading.Lock()
+        """Guards what the thread and the event loop share: all below."""
+        self._queue: FairQueue[_Call] = FairQueue(QUANTUM_MS, weights)
+        self._waiting = Counter[str]()
 
     async def call(
         self,
@@ -697,50 +718,62 @@ class ResponseStore:
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> T:
-        """Raises what `method` raises; `UnavailableError` where the file cannot be used."""
-        work = self._submit(tenant, lambda database: method(database, tenant, *args, **kwargs))
-        return await asyncio.wrap_future(work)
+        """Raises what `method` raises; `UnavailableError` where the file cannot be used,
+        `QueueFullError` where too many calls of the tenant wait. What ends a response is never
+        refused."""
+        waiting = self.num_waiting(tenant)
+        if waiting >= self._max_waiting and method != ResponseDatabase.finish:
+            raise QueueFullError(
+                f"{waiting} of your requests wait for stored responses, the most that may"
+            )
+        work = partial(method, self._database, tenant, *args, **kwargs)
+        return await asyncio.wrap_future(self._submit(tenant, work))
 
-    def later(
-        self,
-        method: Callable[Concatenate[ResponseDatabase, str, P], T],
-        tenant: str,
-        *args: P.args,
-        **kwargs: P.kwargs,
-    ) -> None:
-        """The same without waiting; failures are logged."""
-        self._submit(tenant, lambda database: method(database, tenant, *args, **kwargs))
+    def num_waiting(self, tenant: str) -> int:
+        """Its calls that have not begun."""
+        with self._lock:
+            return self._waiting.get(tenant, 0)
+
+    def discard_later(self, tenant: str, response_id: str) -> None:
+        """Without waiting; failures are logged."""
+        self._submit(tenant, partial(self._database.discard, tenant, response_id))
 
     async def sweep(self) -> None:
-        """Raises `UnavailableError`."""
-        await asyncio.wrap_future(self._submit("", ResponseDatabase.sweep))
+        await asyncio.wrap_future(self._submit("", self._database.sweep))
 
-    def _submit(self, tenant: str, work: Callable[[ResponseDatabase], T]) -> Future[T]:
-        """Operations of one tenant keep their order."""
-        future: Future[T] = Future()
-
-        def run() -> None:
-            if not future.set_running_or_notify_cancel():
-                return
-            try:
-                future.set_result(work(self._database))
-            except sqlite3.Error as error:
-                logger.error("stored responses cannot be used: %s", error)
-                future.set_exception(UnavailableError("stored responses cannot be used now"))
-            except BaseException as error:  # noqa: BLE001 - raised where the result is waited for
-                future.set_exception(error)
-
+    def _submit(self, tenant: str, work: Callable[[], T]) -> Future[T]:
+        call = _Call(work, Future())
         with self._lock:
-            self._waiting.push(tenant, run, 1.0)
+            self._queue.push(tenant, call, 1)
+            self._waiting[tenant] += 1
         self._thread.submit(self._run_next)
-        return future
+        return call.result
 
     def _run_next(self) -> None:
+        """In the thread, once for each call, though perhaps for another one."""
         with self._lock:
-            found = self._waiting.pop()
-        if found is not None:
-            _, run = found
-            run()
+            found = self._queue.pop()
+            assert found is not None, "there are as many runs as calls"
+            tenant, call = found
+            self._waiting[tenant] -= 1
+            if not self._waiting[tenant]:
+                del self._waiting[tenant]
+        if not call.result.set_running_or_notify_cancel():
+            return
+        began = time.monotonic()
+        try:
+            result = call.work()
+        except sqlite3.Error as error:
+            logger.error("stored responses cannot be used: %s", error)
+            unavailable = UnavailableError("stored responses cannot be used now")
+            unavailable.__cause__ = error
+            call.result.set_exception(unavailable)
+        except BaseException as error:  # noqa: BLE001  it is its caller's
+            call.result.set_exception(error)
+        else:
+            call.result.set_result(result)
+        with self._lock:
+            self._queue.settle(tenant, 1000 * (time.monotonic() - began) - 1)
 
     async def sweep_forever(self) -> None:
         while True:
@@ -755,7 +788,7 @@ class ResponseStore:
 
 @asynccontextmanager
 async def open_response_store(
-    config: ResponseStoreConfig, folder: Path, weights: TenantWeights
+    config: ResponseStoreConfig, folder: Path, weights: TenantWeights | None = None
 ) -> AsyncIterator[ResponseStore | None]:
     """In `folder` unless the configuration names a file; None where nothing shall be stored.
 

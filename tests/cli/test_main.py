@@ -146,6 +146,13 @@ def test_a_mistake_is_one_line_and_status_2(monkeypatch, capsys, arguments, name
     assert named in refused(monkeypatch, capsys, *arguments)
 
 
+def test_a_mistake_in_the_file_of_limits_ends_the_start(monkeypatch, capsys, tmp_path):
+    limits = tmp_path / "limits.toml"
+    limits.write_text("[default]\nweight = 'much'\n")
+    line = refused(monkeypatch, capsys, "serve", "--limits", str(limits))
+    assert "default.weight: expected" in line
+
+
 def test_a_mistake_is_told_without_a_traceback_or_a_warning():
     """In a process of its own, whose whole output is seen."""
     done = lookonce("serve", "--kv-tier", "host:4")

@@ -198,7 +198,10 @@ class ServingContext:
     def __exit__(self, *_: object) -> None:
         self.services.running.forget(self.principal.tenant, self.request_id, self.abort)
         self.usage_limits.generated(sum(each.completion_tokens for each in self.generations))
+        log = self.services.request_log
         for generation in self.generations:
+            if log is not None and generation.recorded is not None:
+                log.note(generation, self.arrival, self.principal.tenant)
             if generation.reuse_stats is not None:
                 self.services.savings.count(
                     self.principal.tenant, generation.rendered, generation.reuse_stats
@@ -237,6 +240,8 @@ class ServingContext:
             limit_asked=self.limit_asked,
             pools=pools,
         )
+        if self.services.request_log is not None and not pools:
+            generation.recorded = []
         most = 0 if pools else generation.sampling.max_tokens or 0
         self.usage_limits.take_tokens(rendered.num_tokens, most * sampling.n)
         self.watch(generation)
