@@ -43,6 +43,8 @@ ANSWER = 48
 REPEATS = 3
 TIER_LENGTHS, TIER_LOADS, TIER_BYTES = (100, 1500), 12, 256 << 20
 ASKED = 30
+DECODED_CONTEXT = 70
+"""Tokens before one that is decoded in `with_server_steps`, about."""
 """Requests of each kind to the server."""
 SIZES = {"512": 512 * 512, "1024": 1024 * 1024}
 
@@ -238,6 +240,20 @@ def encoding_seconds(server: RunningServer) -> float:
     return median(found)
 
 
+def with_server_steps(server: RunningServer, prices: Prices) -> Prices:
+    """`prices` with those of decodes as a server's clients see them: between two steps it sends
+    tokens, and the model finds the CPU's caches cold."""
+    times = {}
+    for rows in (1, 8):
+        bodies = [body(f"{rows} {n}, which one?", 65) for n in range(3 * rows)]
+        result = run_load(server.url, [], bodies, Arrivals(concurrency=rows))
+        times[rows] = median([each.per_token for each in result.answered if each.per_token])
+    context = prices.decode_context * DECODED_CONTEXT
+    row = max(0.0, (times[8] - times[1]) / 7 - context)
+    step = max(1e-5, times[1] - row - context)
+    return msgspec.structs.replace(prices, step=step, decode_row=row)
+
+
 def request_prices(server: RunningServer, prices: Prices) -> Prices:
     """`prices` with those of requests and pictures."""
     words = " ".join(["circle square red blue left"] * 60)
@@ -260,6 +276,7 @@ def request_prices(server: RunningServer, prices: Prices) -> Prices:
         size: [data_url(each) for each in distinct_pictures(ASKED + 9, size, "JPEG", first=10)]
         for size in SIZES
     }
+    prices = with_server_steps(server, prices)
     known = kind(lambda n: body(about(pictures["512"][0], f"{n}, is it red?"), 2))
     new = {
         size: kind(lambda n, urls=urls: body(about(urls[n + 1], "is it red?"), 2))  # type: ignore[misc]
