@@ -69,6 +69,7 @@ OPTION_RANGES = {
     "kv_cache_gb": _MEMORY_GB,
     "block_size": Range(1, 65_536),
     "encoder_cache_gb": _MEMORY_GB,
+    "state_cache_gb": Range(0, 1 << 20),
     "encoder_cache_host_gb": Range(0, 1 << 20),
     "mm_processor_cache_gb": Range(0, 1 << 20),
     "media_timeout": _SECONDS,
@@ -171,6 +172,10 @@ class EncoderConfig:
     """External tiers of encoder outputs, nearest first."""
 
 
+BASE_BODY_BYTES = 16 * 1024 * 1024
+LARGEST_MEDIA_PER_BODY = 4
+
+
 @dataclass(frozen=True, slots=True)
 class MediaConfig:
     """Limits for what clients send; bytes, pixels and seconds."""
@@ -198,6 +203,11 @@ class MediaConfig:
     processor_cache_bytes: int = 4 * GIB
     """0 turns the processor cache off. Divided by the number of API processes."""
     processor_cache_type: ProcessorCacheType = DEFAULT_CACHE_TYPE
+
+    @property
+    def max_body_bytes(self) -> int:
+        """Of a request: a few of the largest media in base64, and 16 MiB for the rest."""
+        return BASE_BODY_BYTES + LARGEST_MEDIA_PER_BODY * (self.max_bytes + 2) // 3 * 4
 
     @property
     def items_per_prompt(self) -> dict[str, int]:
@@ -420,6 +430,7 @@ class Options:
     kv_tier: tuple[str, ...] = ()
     kv_load: str = "auto"
     kv_load_failure_policy: str = "recompute"
+    state_cache_gb: float = 0.25
     encoder_cache_gb: float = 0.5
     encoder_cache_host_gb: float = 0.0
     encoder_tier: tuple[str, ...] = ()
@@ -554,6 +565,7 @@ def _kv(options: Options) -> KVConfig:
         load_failure_policy=_one_of(
             "--kv-load-failure-policy", options.kv_load_failure_policy, ("recompute", "fail")
         ),
+        state_cache_bytes=int(options.state_cache_gb * GIB),
     )
 
 

@@ -53,6 +53,7 @@ BENCHMARKS: dict[str, tuple[str, str]] = {
     "engine": ("benchmarks.engine", "a decode step beside the bare model and transformers"),
     "events": ("benchmarks.events", "what --events costs a step"),
     "fairness": ("benchmarks.fairness", "what one tenant's attacks cost another one"),
+    "fleet": ("benchmarks.fleet", "routing rules beside each other on one fleet; what they cost"),
     "film": ("benchmarks.film", "a window that slides over a film, beside resending all frames"),
     "items": ("benchmarks.items", "what 128,000 media items in one request cost per step"),
     "known": ("benchmarks.known", "the first token of known prompts and pictures, by its parts"),

@@ -154,13 +154,15 @@ class Planner:
         if decodes:
             self._plan_decodes(decodes, step)
         if shares.behind and not step.scheduled:
-            shares.let_all_compute()
+            shares.note_no_decodes()
         if needy is not None and step.tokens > 0 and self._try_admit(needy, step):
             first = needy
         if self._queues.has_prompts:
             if self._queues.turns.several:
                 self._plan_by_tenant(first, step)
             else:
+                if shares.behind:
+                    shares.let_more_compute()  # there is nobody else's prompt
                 self._plan_prefills(first, step)
                 self._plan_admissions(step)
             self._was_stalled = step.stalled
@@ -262,6 +264,7 @@ class Planner:
         tenants = TenantPass(
             [sequence for sequence in running if sequence is not first], self._queues.waiting
         )
+        num_before = len(step.scheduled)
         while step.tokens > 0:
             admits = not step.stalled and not (self._was_stalled and tenants.running)
             heads = {
@@ -270,7 +273,10 @@ class Planner:
                 if tenant not in self.decode_shares.behind
             }
             if not heads:
-                break
+                waited_for = len(step.scheduled) > num_before or (first and step.scheduled)
+                if waited_for or not self.decode_shares.let_more_compute():
+                    break
+                continue
             tenant = self._queues.turns.choose(heads)
             sequence = tenants.take(tenant)
             if sequence.state is SequenceState.PREFILLING:

@@ -117,7 +117,7 @@ class Scheduler:
     def update_from_output(self, plan: StepPlan, result: StepResult) -> SchedulerOutput:
         """Apply what the runner computed for `plan`. Returns all output since the last call."""
         if plan.new or self._planner.decode_shares.measures:
-            self._planner.decode_shares.note_done(plan)
+            self._planner.decode_shares.note_done(plan, self._planner.encode_owners)
         self._update.update(plan, result, self._planner.encode_owners, self._planner.encodes_from)
         return self.take_output()
 
@@ -436,7 +436,7 @@ class UpdateFromOutput:
     ) -> None:
         encodes_to = encodes_from + sum(result.encode_seconds.values())
         encoder_cache = self._state.encoder_cache
-        owners = ((stats, index) for stats, indices in encode_owners for index in indices)
+        owners = ((r.reuse_stats, index) for r, indices in encode_owners for index in indices)
         for encoded, (stats, index) in zip(plan.encode, owners, strict=True):
             if encoded.key in result.failed_items:
                 continue

@@ -42,6 +42,7 @@ from lookonce.server.response_store import ResponseStore, open_response_store
 from lookonce.server.shared_counts import SharedCounts
 from lookonce.types.counts import Counts, Values
 from lookonce.types.fair_queue import TenantWeights
+from lookonce.types.held_bytes import TenantBytes
 
 if TYPE_CHECKING:
     from lookonce.server.tracing import Tracer
@@ -49,6 +50,9 @@ if TYPE_CHECKING:
 KEY_SUBPROTOCOL = "openai-insecure-api-key."
 """Before the API key that the client of a WebSocket offers as a subprotocol."""
 
+LARGEST_BODIES_HELD = 8
+"""How many of the largest bodies the requests of a process may have together, with media that were
+fetched for them; where there are several tenants, each may have half of it."""
 MAX_WAIT_SECONDS = 3600.0
 """After which it is looked again whether a key has expired: the clock may have been set."""
 Abort = Callable[[], Awaitable[None]]
@@ -95,6 +99,8 @@ class KeyRing:
         """Accept these keys from now on. Requests that are running are not disturbed; sessions of
         other keys end."""
         self._keys = [(bytes.fromhex(key.digest), key, _principal(key)) for key in keys]
+        self.are_of_several = len({key.tenant for key in keys}) > 1
+        """Whether there are keys of more than one tenant."""
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
@@ -245,6 +251,8 @@ class Services(Frontend):
     responses: ResponseStore | None = None
     """Stored responses and conversations; None: nothing is stored."""
     savings: Savings = field(default_factory=Savings)
+    held_bytes: TenantBytes = field(init=False)
+    """Bodies and fetched media of the requests that are being served."""
     rates: RateLimits | None = None
     """Limits of tenants and keys; None: there are none."""
     shared_counts: SharedCounts | None = None
@@ -260,6 +268,10 @@ class Services(Frontend):
     """None: no request is traced."""
     warming: bool = False
     """The warm-up has not ended: `/ready` says no."""
+
+    def __post_init__(self) -> None:
+        most = LARGEST_BODIES_HELD * self.config.media.max_body_bytes
+        self.held_bytes = TenantBytes(most, lambda: self.keys.are_of_several)
 
     async def local_metrics(self) -> list[Metric]:
         """The metrics that API processes count, summed over all of them."""
@@ -414,7 +426,7 @@ async def open_services(
             open_readonly(frontend.renderer, config.media, reads_headers=False) as warmup_renderer,
             AbortPeers(folder, index, config.server.api_processes, running.abort) as abort_peers,
             VoiceDetectors() as detectors,
-            open_response_store(config.server.responses, folder) as responses,
+            open_response_store(config.server.responses, folder, weights) as responses,
         ):
             services = Services(
                 config=config,

@@ -310,6 +310,16 @@ def test_a_known_text_is_not_tokenized_again():
     assert (cache.queries, cache.hits) == (2 * len(first), len(first))
 
 
+def test_a_text_that_comes_again_as_it_is_is_not_even_cut(monkeypatch):
+    caching, cache, text = CachingTokenizer(nano_tokenizer()), TokenCache(), "some words " * 300
+    first = encode(caching, cache, text)
+    encode(caching, cache, text)
+    monkeypatch.setattr(TextSplitter, "split", lambda self, text: pytest.fail("was cut"))
+    assert encode(caching, cache, text).tolist() == first.tolist()
+    specials = caching.encode(text, cache, SCOPE, add_special_tokens=True).tolist()
+    assert specials == nano_tokenizer().encode(text, add_special_tokens=True)
+
+
 def test_a_text_that_grows_is_tokenized_from_its_last_chunk_on():
     caching, cache = CachingTokenizer(nano_tokenizer()), TokenCache()
     text = "<|im_start|>user\n" + "".join(f"{number} more words; " for number in range(400))

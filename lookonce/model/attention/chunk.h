@@ -267,4 +267,180 @@ inline void to_units(float* weights, int count) {
             U::store_units(weights + i / U::PER_UNIT, load(weights + i));
 }
 
+// ---------------------------------------------------------------- some rows: keys as they lie
+//
+// Scores lie as [CHUNK][columns] here, a column for each row, `columns` padded to whole vectors: an
+// element of a key meets a vector of rows and an element of a weight a vector of values, so nothing
+// is transposed and values are read in place.
+
+// One float in all lanes, as one load. (As integers: 0 + x is no addition there.)
+inline Vec load_splat(const float* from) {
+    int32_t bits;
+    std::memcpy(&bits, from, sizeof bits);
+    return in_register((Vec)(UnitVec{} + bits));
+}
+
+// Keys that meet VECS vectors of rows at once: as many as sums, and pointers to keys, fit into
+// registers.
+template <int VECS>
+constexpr int KEYS_AT_ONCE = std::min((LANES == 16 ? 24 : 12) / VECS, 8);
+
+// scores[i][column] = query[..][column] . keys[i], KEYS keys and VECS vectors of columns; `query` is
+// [dim][columns].
+template <int KEYS, int VECS>
+inline void column_scores(const float* query, int64_t columns, int64_t dim,
+                          const float* const* keys, float* scores) {
+    Vec sum[KEYS][VECS] = {};
+    for (int64_t d = 0; d < dim; ++d) {
+        Vec right[VECS];
+#pragma GCC unroll 8
+        for (int j = 0; j < VECS; ++j) right[j] = in_register(load(query + d * columns + j * LANES));
+#pragma GCC unroll 24
+        for (int i = 0; i < KEYS; ++i) {
+            const Vec left = load_splat(keys[i] + d);
+#pragma GCC unroll 8
+            for (int j = 0; j < VECS; ++j) sum[i][j] += left * right[j];
+        }
+    }
+#pragma GCC unroll 24
+    for (int i = 0; i < KEYS; ++i)
+#pragma GCC unroll 8
+        for (int j = 0; j < VECS; ++j) store(scores + i * columns + j * LANES, sum[i][j]);
+}
+
+// The same of `count` keys; `prefetch(begin, end)` is called on the way.
+template <int VECS, typename P>
+void column_scores_of(const float* query, int64_t columns, int64_t dim, const float* const* keys,
+                      int count, float* scores, P prefetch) {
+    constexpr int KEYS = KEYS_AT_ONCE<VECS>;
+    int i = 0;
+    for (; i + KEYS <= count; i += KEYS) {
+        prefetch(i, i + KEYS);
+        column_scores<KEYS, VECS>(query, columns, dim, keys + i, scores + i * columns);
+    }
+    for (; i < count; ++i) {
+        prefetch(i, i + 1);
+        column_scores<1, VECS>(query, columns, dim, keys + i, scores + i * columns);
+    }
+}
+
+// All columns.
+template <typename P>
+void all_column_scores(const float* query, int64_t columns, int64_t dim, const float* const* keys,
+                       int count, float* scores, P prefetch) {
+    const auto nothing = [](int, int) {};
+    int64_t column = 0;
+    if (columns >= 3 * LANES) {
+        column_scores_of<3>(query, columns, dim, keys, count, scores, prefetch);
+        for (column = 3 * LANES; column + 3 * LANES <= columns; column += 3 * LANES)
+            column_scores_of<3>(query + column, columns, dim, keys, count, scores + column, nothing);
+    }
+    const auto rest = [&](auto ask) {
+        if (columns - column == 2 * LANES)
+            column_scores_of<2>(query + column, columns, dim, keys, count, scores + column, ask);
+        else if (columns - column == LANES)
+            column_scores_of<1>(query + column, columns, dim, keys, count, scores + column, ask);
+    };
+    if (column)
+        rest(nothing);
+    else
+        rest(prefetch);
+}
+
+// output[ROWS][VECS vectors] += sum over keys of weights[key][row] * values[key]; `prefetch(key, at)`
+// is called on the way.
+template <int ROWS, int VECS, typename P>
+inline void row_values(const float* weights, int64_t columns, const float* const* values, int count,
+                       int64_t at, float* output, int64_t depth, P prefetch) {
+    Vec sum[ROWS][VECS];
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 8
+        for (int j = 0; j < VECS; ++j) sum[r][j] = load(output + r * depth + at + j * LANES);
+    for (int i = 0; i < count; ++i) {
+        prefetch(i, at);
+        Vec right[VECS];
+#pragma GCC unroll 8
+        for (int j = 0; j < VECS; ++j) right[j] = in_register(load(values[i] + at + j * LANES));
+#pragma GCC unroll 8
+        for (int r = 0; r < ROWS; ++r) {
+            const Vec left = load_splat(weights + i * columns + r);
+#pragma GCC unroll 8
+            for (int j = 0; j < VECS; ++j) sum[r][j] += left * right[j];
+        }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 8
+        for (int j = 0; j < VECS; ++j) store(output + r * depth + at + j * LANES, sum[r][j]);
+}
+
+// All rows and all of `dim`, which is whole vectors; the first rows prefetch.
+template <typename P>
+void column_values(const float* weights, int64_t columns, int64_t rows, const float* const* values,
+                   int count, int64_t dim, float* output, int64_t depth, P prefetch) {
+    const auto block = [&](auto rows_of, auto vecs_of, auto ask) {
+        constexpr int ROWS = decltype(rows_of)::value, VECS = decltype(vecs_of)::value;
+        int64_t at = 0;
+        for (; at + VECS * LANES <= dim; at += VECS * LANES)
+            row_values<ROWS, VECS>(weights, columns, values, count, at, output, depth, ask);
+        for (; at < dim; at += LANES)
+            row_values<ROWS, 1>(weights, columns, values, count, at, output, depth, ask);
+    };
+    const auto rest = [&](auto ask) {
+        switch (rows) {
+            case 5: return block(Count<5>(), Count<BLOCK_VECS>(), ask);
+            case 4: return block(Count<4>(), Count<BLOCK_VECS>(), ask);
+            case 3: return block(Count<3>(), Count<4>(), ask);
+            case 2: return block(Count<2>(), Count<4>(), ask);
+            case 1: return block(Count<1>(), Count<LANES == 16 ? 4 : 8>(), ask);
+        }
+    };
+    const auto nothing = [](int, int64_t) {};
+    if (rows < BLOCK_ROWS) return rest(prefetch);
+    block(Count<BLOCK_ROWS>(), Count<BLOCK_VECS>(), prefetch);
+    for (;;) {
+        weights += BLOCK_ROWS, output += BLOCK_ROWS * depth, rows -= BLOCK_ROWS;
+        if (rows < BLOCK_ROWS) return rest(nothing);
+        block(Count<BLOCK_ROWS>(), Count<BLOCK_VECS>(), nothing);
+    }
+}
+
+// Turns scores of whole columns of a chunk into weights and rescales what was summed before, as
+// `soften` does for one row. `rows` of the columns are rows.
+template <typename U>
+inline void soften_columns(float* scores, int64_t columns, int64_t rows, int count, float scale,
+                           float softcap, float* maximum, float* total, float* output,
+                           int64_t depth) {
+    for (int64_t column = 0; column < rows; column += LANES) {
+        const int lanes = int(std::min<int64_t>(LANES, rows - column));
+        float* first = scores + column;
+        const Vec before = lanes == LANES ? load(maximum + column) : load_part(maximum + column, lanes);
+        Vec highest = before;
+        for (int i = 0; i < count; ++i) {
+            Vec score = scale * load(first + i * columns);
+            if (softcap > 0) score = softcap * tanh_vec(score / softcap);
+            store(first + i * columns, score);
+            highest = max_vec(score, highest);
+        }
+        Vec sum = {};
+        for (int i = 0; i < count; ++i) {
+            const Vec weight = U::exp(load(first + i * columns) - highest);
+            store(first + i * columns, weight);
+            sum += weight;
+        }
+        const Vec worth = U::exp(before - highest);
+        for (int r = 0; r < lanes; ++r) {
+            const int64_t row = column + r;
+            if (highest[r] != before[r]) {
+                total[row] *= worth[r];
+                float* to = output + row * depth;
+                for (int64_t d = 0; d < depth; d += LANES) store(to + d, worth[r] * load(to + d));
+                maximum[row] = highest[r];
+            }
+            total[row] += sum[r];
+        }
+    }
+}
+
 }  // namespace paged

@@ -46,22 +46,24 @@ struct Task {
 inline int64_t pad(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
 // What one thread needs; grows to the largest task it has met. Queries, outputs, maxima and totals
-// are those of all heads of a task, head after head; scores those of one.
+// are those of all heads of a task, head after head; scores those of one. `columns` are the queries
+// once more, [depth][rows padded to whole vectors].
 struct Scratch {
     std::vector<float> memory;
-    float *query, *scores, *output, *keys, *values, *maximum, *total;
+    float *query, *scores, *output, *keys, *values, *maximum, *total, *columns;
     std::vector<int32_t> low, high;
 
-    void prepare(int64_t heads, int64_t rows, int64_t depth, bool packed) {
-        int64_t chunk_floats = packed ? depth * CHUNK : 0;
-        int64_t sizes[] = {heads * rows * depth, rows * CHUNK, heads * rows * depth, chunk_floats,
-                           chunk_floats,         heads * rows, heads * rows};
-        float** parts[] = {&query, &scores, &output, &keys, &values, &maximum, &total};
+    void prepare(int64_t heads, int64_t rows, int64_t depth, bool packed, bool by_columns) {
+        const int64_t padded = pad(rows, LANES), chunk_floats = packed ? depth * CHUNK : 0;
+        int64_t sizes[] = {heads * rows * depth, padded * CHUNK, heads * rows * depth,
+                           chunk_floats,         chunk_floats,   heads * rows,
+                           heads * rows,         by_columns ? heads * depth * padded : 0};
+        float** parts[] = {&query, &scores, &output, &keys, &values, &maximum, &total, &columns};
         int64_t sum = 0;
         for (int64_t size : sizes) sum += pad(size, LANES);
         if (int64_t(memory.size()) < sum) memory.resize(sum);
         float* next = memory.data();
-        for (int i = 0; i < 7; ++i) {
+        for (int i = 0; i < 8; ++i) {
             *parts[i] = next;
             next += pad(sizes[i], LANES);
         }

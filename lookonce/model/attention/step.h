@@ -3,8 +3,9 @@
 // One call writes the step's keys and values into their slots and attends, for fp32 and bf16 pages,
 // accumulating in fp32. The rows of a KV head are its (token, query head of the group) pairs, so
 // each key and value is read once for the whole group. Keys come in chunks of CHUNK with an online
-// softmax. Few rows (decode) read pages directly; many rows (prefill) copy a chunk into a transposed
-// buffer first and run a register-blocked matrix product.
+// softmax. Few rows (decode) read pages directly; more rows multiply in register blocks: where a unit
+// is a float, keys and values as they lie with columns of rows; else, and where rows of a chunk see
+// different keys, a chunk that was copied into a transposed buffer first.
 //
 // A unit of work (Task) of a long chunk is one KV head and a tile of query tokens, over all keys. A
 // short chunk has few tiles, and a decode one, however long its context: its keys are split between
@@ -63,15 +64,19 @@ class Attention {
   public:
     Attention(const Problem& problem, const Task& task, Scratch& scratch)
         : p(problem), t(task), s(scratch), group(p.group()), rows(int(task.count * group)),
-          packed(rows > DIRECT_ROWS<T>), in_units(multiplied_in_units()), depth(pad(p.head_dim, LANES)),
+          packed(rows > DIRECT_ROWS<T>), in_units(multiplied_in_units()),
+          depth(pad(p.head_dim, LANES)), columns(pad(rows, LANES)),
+          by_columns(packed && PER_UNIT == 1 && p.head_dim == depth && 4 * rows >= 3 * columns),
           start(p.query_start[task.sequence] + task.first) {
-        s.prepare(t.num_heads, rows, depth, packed);
+        s.prepare(t.num_heads, rows, depth, packed, by_columns);
     }
 
     void run() {
         load_queries();
         const KeyRange seen = find_ranges(p, t, s.low.data(), s.high.data());
         const int64_t begin = std::max(seen.begin, t.key_begin), end = std::min(seen.end, t.key_end);
+        seen_by_all = {*std::max_element(s.low.data(), s.low.data() + rows),
+                       *std::min_element(s.high.data(), s.high.data() + rows)};
         KeyChunk<T> chunk, next;
         next.count = 0;
         if (begin < end) next.locate(p, t, begin, end);
@@ -102,13 +107,19 @@ class Attention {
     const int64_t group;
     const int rows;  // of a head
     const bool packed, in_units;
-    const int64_t depth, start;  // start: the task's first row of the query tensor
+    const int64_t depth, columns;
+    const bool by_columns;  // where few of them are padding
+    const int64_t start;    // the task's first row of the query tensor
+    KeyRange seen_by_all = {0, 0};
 
     // A chunk of the task's head number `head`; the chunk after it is asked for meanwhile.
     void meet(const KeyChunk<T>& chunk, const KeyChunk<T>& next, int32_t head) {
         const int64_t first = int64_t(head) * rows;
         const float* query = s.query + first * depth;
         float* output = s.output + first * depth;
+        if (by_columns && seen_by_all.begin <= chunk.first &&
+            chunk.first + chunk.count <= seen_by_all.end)
+            return meet_columns(chunk, next, head, output);
         score(chunk, next, query);
         for (int r = 0; r < rows; ++r)
             soften_row(chunk, r, s.maximum + first + r, s.total + first + r, output + r * depth);
@@ -118,6 +129,36 @@ class Attention {
         else
             add_direct_values(chunk, output);
         if (!packed) asking(next.values, next)(0, CHUNK);
+    }
+
+    // The same of a chunk that every row sees.
+    void meet_columns(const KeyChunk<T>& chunk, const KeyChunk<T>& next, int32_t head,
+                      float* output) {
+        const int64_t first = int64_t(head) * rows;
+        const float* rows_of[CHUNK];
+        widened(chunk.keys, chunk.count, s.keys, rows_of);
+        all_column_scores(s.columns + head * depth * columns, columns, depth, rows_of, chunk.count,
+                          s.scores, asking(chunk.values, chunk));
+        soften_columns<U>(s.scores, columns, rows, chunk.count, p.scale, p.softcap,
+                          s.maximum + first, s.total + first, output, depth);
+        widened(chunk.values, chunk.count, s.values, rows_of);
+        const auto ask = [&next](int key, int64_t at) {
+            if (key < next.count) __builtin_prefetch(next.keys[key] + at);
+        };
+        column_values(s.scores, columns, rows, rows_of, chunk.count, depth, output, depth, ask);
+    }
+
+    // Rows of floats: those of the pages, or a copy of them.
+    void widened(const T* const* from, int count, float* copy, const float** to) const {
+        if constexpr (std::is_same_v<T, float>) {
+            std::copy(from, from + count, to);
+        } else {
+            for (int i = 0; i < count; ++i) {
+                to[i] = copy + i * depth;
+                for (int64_t d = 0; d < depth; d += LANES)
+                    store(copy + i * depth + d, load(from[i] + d));
+            }
+        }
     }
 
     // Called with a range of a chunk's keys, asks for the same of the next one's.
@@ -138,6 +179,7 @@ class Attention {
     void load_queries() {
         std::fill(s.query, s.query + t.num_heads * rows * depth, 0.0f);
         std::fill(s.output, s.output + t.num_heads * rows * depth, 0.0f);
+        if (by_columns) std::fill(s.columns, s.columns + t.num_heads * depth * columns, 0.0f);
         const T* query = static_cast<const T*>(p.query);
         for (int i = 0; i < t.num_heads * rows; ++i) {
             const int r = i % rows;
@@ -148,6 +190,8 @@ class Attention {
                 std::memcpy(to, from, p.head_dim * sizeof(T));
             else
                 for (int64_t d = 0; d < p.head_dim; ++d) to[d] = widen(from[d]);
+            for (int64_t d = 0; by_columns && d < depth; ++d)
+                s.columns[(i / rows * depth + d) * columns + r] = widen(from[d]);
             const bool has_sink = p.sinks && !t.part;  // of a part: when it is merged
             s.maximum[i] = has_sink ? p.sinks[head] : LOWEST;
             s.total[i] = has_sink ? 1.0f : 0.0f;

@@ -24,6 +24,8 @@ So a match begins at that space, and those before and after it are the same with
 the one normalizer that is allowed here, composes nothing across an ASCII character that a space
 follows.
 
+A text all of whose chunks are known is kept as one more chunk: asked again, it is not even cut.
+
 The first chunks of two texts that begin alike are equal, since a cut depends on the text before it
 and on a few hundred characters after it. So a message that grows is tokenized from its last common
 chunk on.
@@ -156,10 +158,14 @@ class CachingTokenizer:
     def look_up(self, text: str, cache: TokenCache | None, scope: bytes) -> LookedUp:
         """What the cache knows of a text; nothing is tokenized."""
         if cache is None or self._splitter is None or self._ends is None or len(text) < MIN_TEXT:
-            return LookedUp(text, None, [], [], [])
+            return LookedUp(text, None, b"", [], [], [])
+        whole = _digest(text, scope)
+        known = cache.get((whole,))
+        if known[0] is not None:
+            return LookedUp(text, cache, whole, [text], [whole], known)
         chunks = list(self._splitter.split(text))
         digests = [_digest(chunk, scope) for chunk in chunks]
-        return LookedUp(text, cache, chunks, digests, cache.get(digests))
+        return LookedUp(text, cache, whole, chunks, digests, cache.get(digests))
 
     def complete(self, found: LookedUp, *, add_special_tokens: bool) -> NDArray[np.int32]:
         """`encode` of a text that was looked up: what was not known is tokenized, and kept."""
@@ -186,6 +192,8 @@ class CachingTokenizer:
             packed.append(ids)
         if new:
             cache.put(new)
+        elif len(packed) > 1:  # it comes again as it is, and is not cut the next time
+            cache.put({found.whole: b"".join(packed)})
         cache.count(sum(map(len, packed)) // ID_BYTES, num_hits // ID_BYTES)
         return packed
 
@@ -197,6 +205,8 @@ class LookedUp:
     text: str
     cache: TokenCache | None
     """None: the text is tokenized whole."""
+    whole: bytes
+    """Its digest."""
     chunks: list[str]
     digests: list[bytes]
     known: list[bytes | None]

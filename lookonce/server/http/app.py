@@ -77,6 +77,7 @@ from lookonce.server.routes.responses_api.stored import (
 )
 from lookonce.server.routes.serving_base import REQUEST_ID
 from lookonce.server.services import Drain, Services, header
+from lookonce.types.held_bytes import HeldBytes, current_held_bytes
 from lookonce.types.logs import current_request_id
 
 logger = logging.getLogger("lookonce.server")
@@ -284,8 +285,12 @@ class RequestMiddleware:
             state = scope["state"]
             state["principal"] = principal = self._services.keys.principal(scope)
             limited = scope["method"] == "POST" and path not in UNLIMITED_PATHS
-            with self._services.admit(principal) if limited else NO_LIMITS as usage:
+            with (
+                self._services.admit(principal) if limited else NO_LIMITS as usage,
+                HeldBytes(self._services.held_bytes, principal.tenant) as held,
+            ):
                 state["usage"] = usage
+                current_held_bytes.set(held)
                 endpoint = self._endpoints.get((scope["method"], path))
                 if endpoint is None or scope.get("root_path"):
                     await self._router(scope, receive, send)

@@ -10,7 +10,7 @@ from starlette.responses import Response
 from starlette.types import Message
 
 from lookonce.errors import BadRequestError
-from lookonce.server.http.body import body_limit, decoded_body, read_body
+from lookonce.server.http.body import decoded_body, read_body
 from lookonce.server.routes.chat import chat_completions
 from lookonce.server.routes.completions import completions
 from lookonce.server.routes.generate import generate
@@ -40,7 +40,7 @@ POOLING_HANDLERS: dict[str, Handler] = {
 async def invocations(request: Request) -> Response:
     """Raises `BadRequestError` for a body that is a request for none of the routes."""
     services: Services = request.app.state.services
-    body = await read_body(request, body_limit(services.config.media))
+    body = await read_body(request, services.config.media.max_body_bytes)
     try:
         fields = await decoded_body(request, body, lambda: _fields(body))
     except (ValueError, RecursionError) as error:

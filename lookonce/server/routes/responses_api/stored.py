@@ -15,7 +15,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from lookonce.errors import BadRequestError, LookOnceError, NotFoundError
+from lookonce.errors import BadRequestError, LookOnceError, NotFoundError, QueueFullError
 from lookonce.server.http.responses import json_response
 from lookonce.server.response_store import Origin, ResponseDatabase, ResponseStore
 from lookonce.server.routes.responses_api.events import ResponseObject
@@ -80,7 +80,8 @@ class StoredTurn:
 
     async def begin(self, response_id: str, given: str | list[Json]) -> list[Json]:
         """The items that the request continues; those of the request are stored. Raises
-        `NotFoundError`, and `TooLargeError` where they had to be stored in a conversation."""
+        `NotFoundError`, `QueueFullError`, and `TooLargeError` where they had to be stored in a
+        conversation."""
         if self.store is None or not (self.keep or self.adds_to_conversation):
             return await self.context()
         items = stored_items(given)
@@ -91,7 +92,7 @@ class StoredTurn:
             )
         except LookOnceError as error:
             self._begun = None
-            if self.origin is not None:
+            if self.origin is not None or isinstance(error, QueueFullError):
                 raise
             # It is too large, or the file cannot be used.
             logger.warning("a response is not stored: %s", error.message)
@@ -128,7 +129,7 @@ class StoredTurn:
     def end(self) -> None:
         """Forget what was stored of a request that was not answered."""
         if self.store is not None and self._begun is not None and not self._finished:
-            self.store.later(ResponseDatabase.discard, self.tenant, self._begun)
+            self.store.discard_later(self.tenant, self._begun)
 
 
 def turn_of(services: Services, principal: Principal, body: ResponsesRequest) -> StoredTurn:
