@@ -224,7 +224,8 @@ def read(kind, tokens, pieces):
 
 
 FRAGMENTS = st.sampled_from(
-    ["<think>", "</think>", "<think>Hm.</think>", CALL, BARE, UNENDED, THOUGHT, FINAL, TO_FUNCTION, *MARKERS, "<tool_call>", "</tool_call>",
+    ["<think>", "</think>", "<think>Hm.</think>", CALL, BARE, UNENDED, THOUGHT, FINAL,
+     TO_FUNCTION, *MARKERS, "<tool_call>", "</tool_call>",
      "[TOOL_CALLS]", '{"name": "now", "parameters": {}}', ";", "\n", " ", " to", "words", "ü😀",
      "<", "<tool_", "</", "<|", '{"name":', "}", "now", "[ARGS]{}"]
 )  # fmt: skip
