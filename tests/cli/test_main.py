@@ -336,6 +336,11 @@ def test_what_kubernetes_sets_for_a_service_is_no_option():
         ("port: 80.5", "--port must be a whole number, got '80.5' (in the file of --config)"),
         ("port: {a: 1}", "port is not a value"),
         ("kv_tier: [[a]]", "kv_tier is not a value"),
+        ("host: h\nport: 2026-99-99", "is not YAML in line 2"),  # read as a date
+        ("port: " + "9" * 5000, "is not YAML in line 1"),
+        ("port: 1\nport: 2", "'port' twice, the second time in line 2"),
+        ("max-num-seqs: 5\nmax_num_seqs: 6", "max_num_seqs is there twice"),
+        ("limit_mm_per_prompt: &a {image: *a}", "limit_mm_per_prompt is not a value"),
     ],
 )
 def test_a_file_s_mistakes_are_named(monkeypatch, capsys, tmp_path, text, named):
