@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import re
-from collections.abc import Iterable, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,10 @@ from lookonce.errors import ConfigError
 PREFIX = "LOOKONCE_"
 LINK = re.compile("(tcp|udp|sctp)://")
 """What Kubernetes sets `LOOKONCE_PORT` to, where a service is called lookonce."""
+SERVICE = re.compile(r"LOOKONCE_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT|PORT_\d+_\w+)$")
+"""What else Kubernetes sets for services whose names begin so."""
+OTHERS = frozenset({f"{PREFIX}CONFIG", f"{PREFIX}COMPILE", f"{PREFIX}CPU_KERNELS"})
+"""Variables of LookOnce that are no fields of `Options`."""
 MAX_FILE_BYTES = 1 << 20
 
 
@@ -31,6 +35,20 @@ def drop_service_links(environment: MutableMapping[str, str]) -> None:
     name = variable_of("port")
     if LINK.match(environment.get(name, "")):
         del environment[name]
+
+
+def unknown_variables(environment: Mapping[str, str]) -> list[str]:
+    """What to say of each variable that looks like an option's and is none."""
+    known = {variable_of(field.name) for field in dataclasses.fields(Options)} | OTHERS
+    said = []
+    for name in sorted(environment):
+        if name.startswith(PREFIX) and name not in known and not SERVICE.match(name):
+            close = difflib.get_close_matches(name, known, 1)
+            meant = f" (did you mean {close[0]}?)" if close else ""
+            said.append(
+                f"the environment variable {name[:80]} is no option and has no effect{meant}"
+            )
+    return said
 
 
 def read_config_file(path: str) -> dict[str, str | list[str]]:

@@ -327,6 +327,17 @@ def test_what_kubernetes_sets_for_a_service_is_no_option():
     assert environment == {"LOOKONCE_HOST": "0.0.0.0"}
 
 
+def test_variables_that_are_no_options_are_named():
+    kubernetes = ("LOOKONCE_SERVICE_HOST", "LOOKONCE_SERVICE_PORT_HTTP", "LOOKONCE_UI_PORT")
+    links = ("LOOKONCE_PORT_8000_TCP", "LOOKONCE_PORT_8000_TCP_ADDR")
+    known = ("LOOKONCE_PORT", "LOOKONCE_CONFIG", "LOOKONCE_MODEL", "PATH", *kubernetes, *links)
+    assert config_file.unknown_variables(dict.fromkeys(known, "x")) == []
+    (said,) = config_file.unknown_variables({"LOOKONCE_MAX_NUM_SEQ": "5"})
+    assert said.endswith(
+        "LOOKONCE_MAX_NUM_SEQ is no option and has no effect (did you mean LOOKONCE_MAX_NUM_SEQS?)"
+    )
+
+
 @pytest.mark.parametrize(
     ("text", "named"),
     [
