@@ -25,8 +25,9 @@ from starlette.responses import Response
 
 from lookonce.errors import BadRequestError, LookOnceError, http_status
 from lookonce.frontend.generation import Piece, Sample
-from lookonce.frontend.requests import ChatRequest
+from lookonce.frontend.requests import ChatRequest, JsonSchemaFormat, Schema
 from lookonce.frontend.responses import ToolCallDelta
+from lookonce.frontend.sampling_params import schema_grammar
 from lookonce.frontend.tools.calls import (
     Function,
     NamedChoice,
@@ -34,6 +35,7 @@ from lookonce.frontend.tools.calls import (
     Tool,
     ToolCalling,
     ToolChoice,
+    ToolFields,
     check_num_tools,
 )
 from lookonce.frontend.tools.parser import ContentText, ReasoningText
@@ -45,7 +47,7 @@ from lookonce.server.routes.chat import ChatResponseBuilder, chat_options, check
 from lookonce.server.routes.responses_api.input import ReadInput
 from lookonce.server.routes.serving_base import ServingContext, open_context, respond
 from lookonce.server.services import Principal, Services
-from lookonce.types.sampling import SamplingParams
+from lookonce.types.sampling import Grammar, SamplingParams
 
 Json = dict[str, Any]
 NamedPart = tuple[str, Json]
@@ -61,6 +63,7 @@ ERROR_TYPES = {
     503: "overloaded_error",
 }
 """Status → Anthropic's error type; any other status is an `api_error`."""
+FIELDS = ToolFields(function="", parameters="input_schema")
 STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 
 
@@ -79,6 +82,19 @@ class AnthropicToolChoice(msgspec.Struct, kw_only=True):
     disable_parallel_tool_use: bool | None = None
 
 
+class OutputFormat(msgspec.Struct, kw_only=True):
+    """What the answer must look like."""
+
+    type: str
+    schema: Schema | None = None
+
+
+class OutputConfig(msgspec.Struct, kw_only=True):
+    format: OutputFormat | None = None
+    effort: str | None = None
+    """A chat's `reasoning_effort`."""
+
+
 class CountTokensRequest(msgspec.Struct, kw_only=True):
     """`POST /v1/messages/count_tokens`; blocks are checked when they are read."""
 
@@ -87,6 +103,9 @@ class CountTokensRequest(msgspec.Struct, kw_only=True):
     system: str | list[dict[str, Any]] | None = None
     tools: list[AnthropicTool] | None = None
     tool_choice: AnthropicToolChoice | None = None
+    output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None
+    """The older name of `output_config.format`."""
     thinking: Any = None
     cache_control: Any = None
 
@@ -149,7 +168,8 @@ async def create_message(request: Request) -> Response:
     context = open_context(request, body, arrival)
     context.limit_asked = False
     with _own_names(read):
-        sampling, tools = checked_chat(body, context.services)
+        grammar = _grammar(asked, close=context.services.defaults.closed_schemas)
+        sampling, tools = checked_chat(body, context.services, FIELDS, grammar)
     builder = MessagesBuilder(context, body, sampling, tools, read)
     return await respond(request, context, builder, encoder=builder)
 
@@ -166,7 +186,7 @@ async def count_tokens(request: Request) -> Response:
     usage.take_media(count_media(body.messages))
     usage.take_tokens(0, 1)  # how many there will be is not known
     with _own_names(read):
-        _, tools = checked_chat(body, services)
+        _, tools = checked_chat(body, services, FIELDS)
         work = services.readonly.render_chat(
             body.messages, tenant=principal.tenant, options=chat_options(body, tools)
         )
@@ -208,7 +228,21 @@ def _chat_request(asked: CountTokensRequest, read: ReadInput) -> ChatRequest:
         tools=[_tool(tool, number) for number, tool in enumerate(asked.tools or ())] or None,
         tool_choice=choice if asked.tools else None,
         parallel_tool_calls=parallel,
+        reasoning_effort=asked.output_config and asked.output_config.effort,
     )
+
+
+def _grammar(asked: CountTokensRequest, *, close: bool) -> Grammar | None:
+    """Of `output_config.format`; None for free text. Raises `BadRequestError`."""
+    given, param = asked.output_format, "output_format"
+    if asked.output_config is not None and asked.output_config.format is not None:
+        given, param = asked.output_config.format, "output_config.format"
+    if given is None:
+        return None
+    if given.type != "json_schema":
+        param = f"{param}.type"
+        raise BadRequestError(f"{param}: {given.type[:50]!r} is not json_schema", param=param)
+    return schema_grammar(JsonSchemaFormat(schema=given.schema), param, close=close)
 
 
 def _tool(tool: AnthropicTool, number: int) -> Tool:
@@ -390,11 +424,12 @@ def _result(block: Mapping[str, Any], param: str, read: ReadInput) -> None:
 
 
 def _own_names(read: ReadInput) -> AbstractContextManager[None]:
-    """Errors about a chat's messages and tools get the names of this API."""
+    """Errors about a chat's messages and stop strings get the names of this API."""
 
     def renamed(param: str) -> str:
-        param = param if param == "messages" else read.renamed(param)
-        return param.replace(".function.parameters", ".input_schema").replace(".function", "")
+        if param == "stop":
+            return "stop_sequences"
+        return param if param == "messages" else read.renamed(param)
 
     return renaming_errors(renamed)
 

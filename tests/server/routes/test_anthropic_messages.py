@@ -54,6 +54,13 @@ REFUSED = [
     ({**HELLO, "tools": [TOOL, TOOL]}, "tools[1].name"),
     ({**HELLO, "tools": [TOOL], "tool_choice": {"type": "all"}}, "tool_choice.type"),
     ({**HELLO, "temperature": -1}, "temperature"),
+    ({**HELLO, "stop_sequences": [""]}, "stop_sequences"),
+    ({**HELLO, "output_config": {"format": {"type": "xml"}}}, "output_config.format.type"),
+    (
+        {**HELLO, "output_config": {"format": {"type": "json_schema"}}},
+        "output_config.format.schema",
+    ),
+    ({**HELLO, "output_format": {"type": "json_schema"}}, "output_format.schema"),
 ]
 
 
