@@ -382,6 +382,10 @@ def test_hashes_and_items_that_do_not_match_are_refused(llm):
         llm.inject_into_mm_cache({"picture": ["a"]}, {"picture": [{}]})
     with pytest.raises(BadRequestError, match=r"mm_hashes\.image: a list of texts"):
         llm.inject_into_mm_cache({"image": [b"a"]}, {"image": [{}]})
+    with pytest.raises(BadRequestError, match="bytes of encoded media"):
+        llm.media_hash(RED_SQUARE, modality="image")
+    with pytest.raises(BadRequestError, match="one of image, audio, video"):
+        llm.media_hash(b"", modality="picture")
     for item in ({"pixels": [1, 2]}, np.zeros(3, np.float32)):
         outcomes = llm.inject_into_mm_cache({"image": ["a"]}, {"image": [item]})
         assert outcomes["image"][0].status == "rejected"
