@@ -1,12 +1,12 @@
 """`lookonce bench prices`: what a step, a picture, a request take here: the price list that
 `lookonce simulate --prices FILE` reads, and `--json FILE` writes.
 
-steps     the engine without a server: decodes side by side, prompts in chunks, cached or not, with
-          pictures or without; seconds by a least-squares fit without negative prices
+steps     the engine without a server: decodes side by side, prompts in chunks, cached or not;
+          seconds by a least-squares fit without negative prices
 tiers     prompts of two lengths that come back from host memory and from a disk
 requests  a server that is asked one thing after another: what its first tokens take beyond the
           step, the CPU time of its API process for a request and for each token that it streams,
-          and what a new picture takes beyond its encoder run
+          what a new picture takes beyond its encoder run, and that run
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import httpx
 import msgspec
 import numpy as np
 
@@ -42,6 +43,8 @@ ANSWER = 48
 REPEATS = 3
 TIER_LENGTHS, TIER_LOADS, TIER_BYTES = (100, 1500), 12, 256 << 20
 ASKED = 30
+DECODED_CONTEXT = 70
+"""Tokens before one that is decoded in `with_server_steps`, about."""
 """Requests of each kind to the server."""
 SIZES = {"512": 512 * 512, "1024": 1024 * 1024}
 
@@ -107,10 +110,10 @@ def measure_steps(loaded: LoadedModel) -> tuple[list[Step], Prices]:
     steps: list[Step] = []
     with BenchEngine(loaded, watched=watched) as engine:
 
-        def run(batch: Sequence[tuple[str, int, int, int]], answer: int, *, keep: bool) -> None:
-            for name, num_tokens, pictures, seed in batch:
+        def run(batch: Sequence[tuple[str, int, int]], answer: int, *, keep: bool) -> None:
+            for name, num_tokens, seed in batch:
                 request, items = prompt_with_pictures(
-                    name, num_tokens, pictures, seed=seed, max_tokens=answer
+                    name, num_tokens, 0, seed=seed, max_tokens=answer
                 )
                 engine.core.add(request, items)
             while engine.core.has_work:
@@ -128,17 +131,14 @@ def measure_steps(loaded: LoadedModel) -> tuple[list[Step], Prices]:
             for rows in SIDE_BY_SIDE:
                 engine.forget_device()
                 batch = [
-                    (f"d{next(numbers)}", 32 + 64 * (row % 4), 0, next(numbers))
-                    for row in range(rows)
+                    (f"d{next(numbers)}", 32 + 64 * (row % 4), next(numbers)) for row in range(rows)
                 ]
                 run(batch, ANSWER, keep=keep)
-            for length, pictures in itertools.product(PROMPTS, (0, 1, 2)):
-                if pictures and 24 * (pictures + 1) > length:
-                    continue
+            for length in PROMPTS:
                 engine.forget_device()
                 seed = next(numbers)
-                run([(f"p{next(numbers)}", length, pictures, seed)], 2, keep=keep)
-                run([(f"c{next(numbers)}", length, pictures, seed)], 2, keep=keep)
+                run([(f"p{next(numbers)}", length, seed)], 2, keep=keep)
+                run([(f"c{next(numbers)}", length, seed)], 2, keep=keep)
         info, layout = loaded.info, engine.page_layout
     sizes = Prices(
         kv_token_bytes=layout.block_bytes // layout.block_size,
@@ -225,6 +225,35 @@ def ask(server: RunningServer, warm_up: Sequence[bytes], bodies: Sequence[bytes]
     )
 
 
+def encoding_seconds(server: RunningServer) -> float:
+    """Median seconds of an encoder run for a new picture, as receipts say."""
+    found = []
+    for picture in distinct_pictures(10, "512", "JPEG", first=5_000):
+        asked = {
+            "model": "nano",
+            "messages": [{"role": "user", "content": about(data_url(picture), "is it red?")}],
+            "max_tokens": 2,
+            "reuse_receipt": True,
+        }
+        answer = httpx.post(f"{server.url}/v1/chat/completions", json=asked, timeout=60)
+        found.append(answer.json()["reuse_receipt"]["items"][0]["encode_ms"] / 1e3)
+    return median(found)
+
+
+def with_server_steps(server: RunningServer, prices: Prices) -> Prices:
+    """`prices` with those of decodes as a server's clients see them: between two steps it sends
+    tokens, and the model finds the CPU's caches cold."""
+    times = {}
+    for rows in (1, 8):
+        bodies = [body(f"{rows} {n}, which one?", 65) for n in range(3 * rows)]
+        result = run_load(server.url, [], bodies, Arrivals(concurrency=rows))
+        times[rows] = median([each.per_token for each in result.answered if each.per_token])
+    context = prices.decode_context * DECODED_CONTEXT
+    row = max(0.0, (times[8] - times[1]) / 7 - context)
+    step = max(1e-5, times[1] - row - context)
+    return msgspec.structs.replace(prices, step=step, decode_row=row)
+
+
 def request_prices(server: RunningServer, prices: Prices) -> Prices:
     """`prices` with those of requests and pictures."""
     words = " ".join(["circle square red blue left"] * 60)
@@ -239,6 +268,7 @@ def request_prices(server: RunningServer, prices: Prices) -> Prices:
     def kind(make: Callable[[int], bytes]) -> Asked:
         return ask(server, [make(n) for n in range(8)], [make(n) for n in range(8, 8 + ASKED)])
 
+    prices = msgspec.structs.replace(prices, encode_item=encoding_seconds(server))
     short = kind(lambda n: body(f"{n}: is it red?", 2))
     answer = kind(lambda n: body(f"{n}; is it red?", 66))
     long = kind(lambda n: body(f"{n}: {words}", 2))
@@ -246,6 +276,7 @@ def request_prices(server: RunningServer, prices: Prices) -> Prices:
         size: [data_url(each) for each in distinct_pictures(ASKED + 9, size, "JPEG", first=10)]
         for size in SIZES
     }
+    prices = with_server_steps(server, prices)
     known = kind(lambda n: body(about(pictures["512"][0], f"{n}, is it red?"), 2))
     new = {
         size: kind(lambda n, urls=urls: body(about(urls[n + 1], "is it red?"), 2))  # type: ignore[misc]

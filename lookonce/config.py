@@ -69,6 +69,7 @@ OPTION_RANGES = {
     "kv_cache_gb": _MEMORY_GB,
     "block_size": Range(1, 65_536),
     "encoder_cache_gb": _MEMORY_GB,
+    "state_cache_gb": Range(0, 1 << 20),
     "encoder_cache_host_gb": Range(0, 1 << 20),
     "mm_processor_cache_gb": Range(0, 1 << 20),
     "media_timeout": _SECONDS,
@@ -429,6 +430,7 @@ class Options:
     kv_tier: tuple[str, ...] = ()
     kv_load: str = "auto"
     kv_load_failure_policy: str = "recompute"
+    state_cache_gb: float = 0.25
     encoder_cache_gb: float = 0.5
     encoder_cache_host_gb: float = 0.0
     encoder_tier: tuple[str, ...] = ()
@@ -563,6 +565,7 @@ def _kv(options: Options) -> KVConfig:
         load_failure_policy=_one_of(
             "--kv-load-failure-policy", options.kv_load_failure_policy, ("recompute", "fail")
         ),
+        state_cache_bytes=int(options.state_cache_gb * GIB),
     )
 
 

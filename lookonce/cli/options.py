@@ -65,6 +65,8 @@ HELP: dict[str, str] = {
     "valkey:///path.sock or lmcache://host:port; repeatable, nearest first.",
     "kv_load": "auto loads from a tier what that makes faster; always loads all there is.",
     "kv_load_failure_policy": "recompute or fail: what becomes of a prompt whose load failed.",
+    "state_cache_gb": "Memory for snapshots of the states that hybrid models keep beside keys and "
+    "values, GiB; with 0 their prefixes are not reused.",
     "encoder_cache_gb": "Memory for encoder outputs of media, GiB.",
     "encoder_cache_host_gb": "Host memory for encoder outputs that leave the device, GiB.",
     "encoder_tier": "Keep encoder outputs beyond the device, in tiers named as for --kv-tier: what "
@@ -150,6 +152,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "kv_tier",
         "kv_load",
         "kv_load_failure_policy",
+        "state_cache_gb",
         "encoder_cache_gb",
         "encoder_cache_host_gb",
         "encoder_tier",

@@ -130,7 +130,9 @@ STEP_PRICES = (
 def amounts_of(plan: StepPlan) -> tuple[float, ...]:
     """What `Prices.of_step` multiplies prices with, in the order of `STEP_PRICES`."""
     names = msgspec.structs.asdict(Prices())
-    nothing = Prices(**{name: 0.0 for name in names if isinstance(names[name], float)})
+    nothing = msgspec.structs.replace(
+        Prices(), **{name: 0.0 for name in names if isinstance(names[name], float)}
+    )
     return tuple(
         msgspec.structs.replace(nothing, **{name: 1.0}).of_step(plan) for name in STEP_PRICES
     )

@@ -74,8 +74,8 @@ def token_ids(request: TraceRequest) -> NDArray[np.int32]:
     """Tokens of prompt and answer: equal where blocks are equal, else different."""
     total = request.prompt_tokens + request.output_tokens
     starts = (mix(request.blocks) >> np.uint64(33)).astype(np.uint32)
-    tokens = starts[:, None] + np.arange(request.block_tokens, dtype=np.uint32)
-    tokens &= np.uint32(0x7FFF_FFFF)
+    places = np.arange(request.block_tokens, dtype=np.uint32)
+    tokens: NDArray[np.uint32] = (starts[:, None] + places) & np.uint32(0x7FFF_FFFF)
     return tokens.ravel()[:total].view(np.int32)
 
 

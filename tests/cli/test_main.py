@@ -207,6 +207,13 @@ def test_processed_media_is_shared_where_that_is_possible(monkeypatch, capsys):
     assert "--mm-processor-cache-type: shm needs Linux" in line
 
 
+def test_snapshots_of_states_have_a_bound_of_their_own(monkeypatch, capsys):
+    assert resolve(Options()).kv.state_cache_bytes == 1 << 28
+    assert resolve(Options(state_cache_gb=0)).kv.state_cache_bytes == 0
+    line = refused(monkeypatch, capsys, "serve", "/nowhere", "--state-cache-gb", "-1")
+    assert "--state-cache-gb must be at least 0" in line
+
+
 def test_a_model_that_is_not_there_is_said_so(tmp_path):
     done = lookonce("serve", str(tmp_path), "--port", "0")
     assert done.returncode != 0
