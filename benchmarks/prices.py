@@ -62,10 +62,15 @@ class WatchedRunner:
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
-        self.plan: StepPlan | None = None
+        self._plan: StepPlan | None = None
+
+    def take_plan(self) -> StepPlan | None:
+        """The last plan since the last call."""
+        plan, self._plan = self._plan, None
+        return plan
 
     def execute(self, plan: StepPlan) -> StepResult:
-        self.plan = plan
+        self._plan = plan
         return self._runner.execute(plan)
 
     def __getattr__(self, name: str) -> object:
@@ -117,11 +122,11 @@ def measure_steps(loaded: LoadedModel) -> tuple[list[Step], Prices]:
                 )
                 engine.core.add(request, items)
             while engine.core.has_work:
-                watchers[-1].plan = None
+                watchers[-1].take_plan()
                 began = time.perf_counter()
                 engine.core.step()
                 seconds = time.perf_counter() - began
-                plan = watchers[-1].plan
+                plan = watchers[-1].take_plan()
                 if keep and plan is not None and (plan.scheduled or plan.encode):
                     steps.append(Step(amounts_of(plan), seconds))
 
@@ -195,7 +200,7 @@ def body(content: object, tokens: int) -> bytes:
 
 
 def about(url: str, question: str) -> list[dict[str, object]]:
-    picture = {"type": "image_url", "image_url": {"url": url}}
+    picture: dict[str, object] = {"type": "image_url", "image_url": {"url": url}}
     return [picture, {"type": "text", "text": question}]
 
 

@@ -332,7 +332,7 @@ def simulate(
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="Write curves to this SVG file.")] = None,
 ) -> None:
-    """Replay TRACE on simulated engines: hit rates, delays, and which fleet is enough."""
+    """Replay a trace on simulated engines."""
     from lookonce.cli.simulate import Asked, run_simulate
 
     asked = Asked(

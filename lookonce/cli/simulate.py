@@ -128,7 +128,8 @@ def _faster(requests: Iterable[TraceRequest], speed: float) -> Iterable[TraceReq
 
 def _shape(given: tuple[str, ...]) -> Shape:
     """`NAME=NUMBER` each. Raises `ConfigError`."""
-    kinds = {each.name: type(each.default) for each in fields(Shape)}
+    default = Shape()
+    kinds = {each.name: type(getattr(default, each.name)) for each in fields(Shape)}
     values: dict[str, Any] = {}
     for text in given:
         name, _, number = text.partition("=")
@@ -141,7 +142,7 @@ def _shape(given: tuple[str, ...]) -> Shape:
             raise ConfigError(f"--set: {name} is a number, got {number!r}") from None
         if values[name] < 0 or (values[name] == 0 and name not in ("seed", "zipf")):
             raise ConfigError(f"--set: {name} is above 0, got {number}")
-    return replace(Shape(), **values)
+    return replace(default, **values)
 
 
 def specs_of(asked: Asked) -> list[FleetSpec]:

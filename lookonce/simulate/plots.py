@@ -52,7 +52,9 @@ def _panel(title: str, values: Mapping[str, NDArray[np.float64]]) -> str:
     right, bottom = WIDTH - RIGHT, HEIGHT - BOTTOM
 
     def across(seconds: NDArray[np.float64]) -> NDArray[np.float64]:
-        place = (np.log10(np.maximum(seconds, least)) - low) / max(high - low, 1.0)
+        place: NDArray[np.float64] = (np.log10(np.maximum(seconds, least)) - low) / max(
+            high - low, 1.0
+        )
         return LEFT + place * (right - LEFT)
 
     marks = [_text(WIDTH / 2, 18, title, "middle")]
