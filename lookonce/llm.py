@@ -73,7 +73,7 @@ from lookonce.frontend.transcription import (
     TranscriptDone,
     TranscriptionOptions,
 )
-from lookonce.types.media import Modality
+from lookonce.types.media import MODALITIES, Modality
 from lookonce.types.pooling import PoolingInfo
 from lookonce.types.request import Overflow, PromptLogprob, RenderedPrompt, TokenLogprob
 from lookonce.types.sampling import SamplingParams
@@ -311,7 +311,16 @@ class LLM:
         )
 
     def media_hash(self, data: bytes, *, modality: Modality) -> str:
-        """The name of encoded media (a PNG file, say) in the caches of this model, hex digits."""
+        """The name of encoded media (a PNG file, say) in the caches of this model, hex digits.
+
+        Raises `BadRequestError` for anything else: no request finds pixels by their own hash.
+        """
+        if not isinstance(data, bytes | bytearray | memoryview):
+            raise BadRequestError("data must be the bytes of encoded media", param="data")
+        if modality not in MODALITIES:
+            raise BadRequestError(
+                f"modality must be one of {', '.join(MODALITIES)}", param="modality"
+            )
         return media_hash(
             data,
             modality=modality,
