@@ -5,10 +5,10 @@ BIN := $(VENV)/bin
 SERVES := $(VENV)/.serves
 STAMP := $(VENV)/.installed
 
-.PHONY: setup serve wheel test test-models test-lmcache test-page page-pictures test-openapi test-clients test-open-webui test-fleet test-whisper test-alerts test-otel check structure format attack fuzz soak clean
+.PHONY: setup serve wheel test types lint test-models test-lmcache test-page page-pictures test-openapi test-clients test-open-webui test-fleet test-whisper test-alerts test-otel check structure format attack fuzz soak clean
 
 # Tests run side by side, so numeric libraries get one thread each in them; a server uses all cores.
-check test test-lmcache test-page test-openapi test-clients test-open-webui test-fleet test-whisper test-alerts test-otel attack fuzz soak: export OMP_NUM_THREADS ?= 1
+check types lint test test-lmcache test-page test-openapi test-clients test-open-webui test-fleet test-whisper test-alerts test-otel attack fuzz soak: export OMP_NUM_THREADS ?= 1
 
 # Some images say that Python shall keep no bytecode: each process would compile 3,000 modules again.
 unexport PYTHONDONTWRITEBYTECODE
@@ -56,18 +56,28 @@ $(STAMP): $(SERVES)
 serve: $(SERVES)
 	@$(BIN)/lookonce serve
 
+# Types take longest: the rest is checked beside them.
 check: $(STAMP)
+	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target types lint
+
+types: $(STAMP)
+	@$(BIN)/mypy
+
+lint: $(STAMP)
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
-	@$(BIN)/mypy
 	@$(BIN)/lint-imports
 
 # How the package is built: files, lines, imports, names, and the way of one picture on a real server.
 structure: $(STAMP)
 	@$(BIN)/python tools/structure.py --walk
 
-test: check
-	@$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+# Types are checked in time that the tests leave: they wait for servers, with one core or the other.
+test: lint
+	@nice -n 19 $(BIN)/mypy > $(VENV)/mypy.log 2>&1 & types=$$!; \
+	  trap 'kill $$types 2>/dev/null' EXIT; trap 'exit 1' INT TERM; \
+	  $(BIN)/python -m pytest --numprocesses 2 --dist loadfile; tests=$$?; \
+	  wait $$types; types_found=$$?; cat $(VENV)/mypy.log; exit $$((tests ? tests : types_found))
 
 # LMCache pins older libraries than ours and takes 2 GB: it gets an environment of its own.
 LMCACHE_VENV := .venv-lmcache
@@ -81,10 +91,11 @@ $(LMCACHE_VENV)/.installed: pyproject.toml setup.py
 test-lmcache: $(LMCACHE_VENV)/.installed
 	@$(LMCACHE_VENV)/bin/python -m pytest tests/kv/test_lmcache.py tests/kv/test_tiers.py
 
-# Every text-only type that transformers knows, served as listed or refused, and all types with media that
-# the general family serves.
+# Every text-only type that transformers knows, served as listed or refused, all types with media that the
+# general family serves, and what `make test` tries with some types, with all.
 test-models: $(STAMP)
-	@ALL_MODELS=1 $(BIN)/python -m pytest --numprocesses 2 --timeout 3600 tests/model/test_general_text.py tests/model/test_general_media.py tests/model/test_states.py
+	@ALL_MODELS=1 $(BIN)/python -m pytest --numprocesses 2 --timeout 3600 $(addprefix tests/model/test_,general_text.py general_media.py states.py parity.py parity_chat.py parity_controls.py) \
+	  tests/server/routes/test_render.py tests/end_to_end/test_general_media.py
 
 # The web page in a real browser, and axe-core over it. Skipped by name where Chromium cannot be installed.
 test-page: $(STAMP)
@@ -178,9 +189,9 @@ attack: $(STAMP)
 	@$(BIN)/python -m pytest --timeout 900 -m "attack or not attack" tests/attack
 
 soak: $(STAMP)
-	@SOAK_REQUESTS=10000 $(BIN)/python -m pytest --timeout 3600 tests/end_to_end/test_soak.py
+	@SOAK_REQUESTS=10000 $(BIN)/python -m pytest --timeout 3600 $(addprefix tests/end_to_end/test_,soak.py counters.py look_once.py many_items.py)
 	@CHAOS_KILLS=200 $(BIN)/python -m pytest --timeout 3600 tests/end_to_end/test_chaos.py
-	@LEAVING_ROUNDS=84 $(BIN)/python -m pytest --timeout 3600 -m "soak or not soak" tests/end_to_end/test_voxtral_realtime.py
+	@LEAVING_ROUNDS=84 $(BIN)/python -m pytest --timeout 3600 -m "soak or not soak" $(addprefix tests/end_to_end/test_,voxtral_realtime.py nano_ear.py)
 	@FAULT_REQUESTS=10000 $(BIN)/python -m pytest --timeout 7200 -m soak tests/end_to_end/test_faults.py
 	@$(MAKE) --no-print-directory fuzz
 

@@ -21,6 +21,7 @@ from lookonce.model.loader import LoadedModel, load_model
 from lookonce.model.runner import Runner
 from lookonce.types.kv import TierSpec
 from lookonce.types.media import Array, Expansion, MediaFeature, ProcessedItem
+from lookonce.types.ports import ModelRunner
 from lookonce.types.request import GenerateRequest, TokenDelta
 from lookonce.types.sampling import SamplingParams
 
@@ -39,7 +40,9 @@ class BenchEngine:
         encoder_tiers: Sequence[TierSpec] = (),
         scheduler: SchedulerConfig = SchedulerConfig(),  # noqa: B008 - frozen
         stopwatch: Callable[[KVConnector], None] = lambda connector: None,
+        watched: Callable[[ModelRunner], ModelRunner] = lambda runner: runner,
     ) -> None:
+        """`watched`: the runner that the engine gets instead of its own."""
         kv = KVConfig(tiers=tiers, load_policy="always")
         settings = EngineSettings(
             model=ModelConfig(folder="", served_name="bench"),
@@ -59,6 +62,7 @@ class BenchEngine:
             max_num_batched_tokens=scheduler.max_num_batched_tokens,
         )
         _touch(runner.page_copier())
+        self.page_layout = runner.page_copier().layout
         self.external: KVConnector | None = None
         self._woken = threading.Event()
         if tiers:
@@ -71,7 +75,12 @@ class BenchEngine:
             self.outputs = open_external_outputs(settings.encoder, loaded.info, copier)
         pool = BlockPool(NUM_BLOCKS, block_size)
         self.core, _ = assemble(
-            loaded.info, runner, settings, pool, self.external, external_outputs=self.outputs
+            loaded.info,
+            watched(runner),
+            settings,
+            pool,
+            self.external,
+            external_outputs=self.outputs,
         )
         self.core.wake_with(self._woken.set)
 

@@ -13,6 +13,9 @@ turns), and the same requests are asked, as many of them.
 
 The other tenant asks for text, a known picture, a new picture, and text with a new grammar, one
 after another, once every thread of the attack has begun. Memory is that of a server at rest again.
+`--cost` measures what sharing costs instead: the tokens that the attacker is generated, with nobody
+else and beside the other tenant, who asks as above.
+
 The attackers are a process of low priority, so that their own CPU time, which other machines would
 spend, is not the server's. With `--before FOLDER` the code of another checkout is attacked in turn
 with this one.
@@ -31,6 +34,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, chdir, contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import count
@@ -74,6 +78,9 @@ SETTLED_SECONDS = 3.0
 """An API process looks once a second whether it rests."""
 KEPT_CONNECTIONS = 2
 """That of the other tenant, and the one that asks for the metrics."""
+COST_SECONDS = 10.0
+GENERATING = ("many requests", "long answers")
+"""Attacks whose tokens are counted."""
 POLL_SECONDS = 0.1
 _numbers = count()
 
@@ -375,14 +382,51 @@ def measured_alone(rounds: int) -> Latencies:
         return other.ask(rounds, LEAST_SECONDS)
 
 
+def generated(server: RunningServer, seconds: float) -> float:
+    """Tokens a second, of all tenants; the other one's are a few hundred in all."""
+    began, before = time.monotonic(), server.metrics()["generation_tokens_total"]
+    time.sleep(seconds)
+    number = server.metrics()["generation_tokens_total"] - before
+    return number / (time.monotonic() - began)
+
+
+def measure_cost(checkout: Path | None, name: str, report: Report) -> None:
+    """One row: what the attacker gets."""
+    with server_of(checkout) as server, ThreadPoolExecutor(1) as thread:
+        other = Other(server.url)
+        other.ask(5)
+        with attacked(name, server.url):
+            time.sleep(COST_SECONDS / 2)
+            alone = generated(server, COST_SECONDS)
+            asking = thread.submit(other.ask, 1, 1.5 * COST_SECONDS)
+            time.sleep(COST_SECONDS / 4)
+            beside = generated(server, COST_SECONDS)
+            asking.result()
+    report.add(name, "this" if checkout is None else "before", alone, beside, beside / alone)
+
+
+def report_cost(names: Sequence[str], before: Path | None, file: Path | None) -> None:
+    report = Report("fairness", ("attack", "code", "tokens/s alone", "beside", "ratio"))
+    for name in names:
+        if before is not None:
+            measure_cost(before, name, report)
+        measure_cost(None, name, report)
+        write_json(file, [report])
+    publish([report], file)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="lookonce bench fairness")
     parser.add_argument("--attack", action="append", choices=ATTACKS, help="only this; repeatable")
     parser.add_argument("--rounds", type=int, default=ENOUGH, help="requests of each kind")
     parser.add_argument("--before", type=Path, help="another checkout, attacked in turn")
+    parser.add_argument("--cost", action="store_true", help="what the attacker gets instead")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args(arguments)
     set_environment()
+    if given.cost:
+        report_cost(given.attack or GENERATING, given.before, given.json)
+        return
     columns = (
         "attack", "code", "asked", "alone ms", "attacked ms", "ratio", "samples",
         "errors", "API memory", "engine memory",

@@ -1,7 +1,31 @@
-"""`lookonce bench link`: what the link between API process and engine process costs.
+"""`lookonce bench link`: what the links between the processes cost, in three tables (`--parts`).
 
-late p99 ms   how late the API process's event loop is (99th percentile) while ten items of 100 MB
-              go to the engine; idle p99 ms: while nothing passes
+handover: items of 1, 25 and 100 MB on their way from a media worker to the encoder, with both types
+of processor cache, in steady state: the cache is full, and each item replaces another one.
+
+handover ms   from the end of decoding in the worker until the encoder has read the item (a sum);
+              writing it is one copy in the worker. The lower quartile of 15 items
+floor ms      the same six wake-ups of threads by plain sockets between processes, without an item:
+              what is left of a small item's time is the system's; timed in the same turns
+copies        handover ms in copies of that size between two warm buffers, timed in that worker too
+copies beyond the same of what it takes beyond floor ms
+API CPU ms    CPU time of the API process per item, beyond reading the request
+
+requests: real servers of this checkout, one of each type of cache, side by side, are asked about
+pictures of 2048 x 2048 pixels: each as a new one, then again, when reading the request is all that
+is left to do. It compares the two types: `lru` is this code with arrays in messages, not an earlier
+state of the code, and `--against` changes nothing here.
+
+new ms        CPU time of the API process per request about a new picture
+known ms      the same for a picture that it has just answered about: reading, hashing and rendering
+beyond ms     the difference: handing the job to a worker and the item to the engine
+of lru        that of `lru` is 1
+
+channel (the table is named link): API process and engine process speak over the real channel,
+without a model, a millisecond between steps.
+
+idle p99 ms   how late the API process's event loop is (99th percentile) while nothing passes
+late p99 ms   the same while ten items of 100 MB go to the engine
 late CPU ms   the API process's CPU time in that: without what other processes take
 item ms       from the first item's sending until the engine has received the last one, per item
 item CPU ms   of it, CPU time of the API process
@@ -10,29 +34,8 @@ engine us     CPU time of the whole engine process per step, waiting for the nex
 token us      CPU time of the API process per streamed token, up to its listener
 own us        CPU time of both processes per step
 
-Another table hands items of 1, 25 and 100 MB from a media worker over to the encoder, with both
-types of processor cache, in steady state: the cache is full, and each item replaces another one.
-
-handover ms   from the end of decoding in the worker until the encoder has read the item (a sum);
-              writing it is one copy in the worker. The lower quartile of 15 items
-copies        the same, in copies of that size between two warm buffers, timed in that worker too
-API CPU ms    CPU time of the API process per item, beyond reading the request
-floor ms      the same six wake-ups of threads by plain sockets between processes, without an item:
-              what is left of a small item's time is the system's; timed in the same turns
-
-A third asks real servers of this checkout, one of each type of cache, side by side, about pictures
-of 2048 x 2048 pixels: each as a new one, then again, when reading the request is all that is left
-to do. It compares the two types: `lru` is this code with arrays in messages, not an earlier state
-of the code, and `--against` changes nothing here.
-
-new ms        CPU time of the API process per request about a new picture
-known ms      the same for a picture that it has just answered about: reading, hashing and rendering
-beyond ms     the difference: handing the job to a worker and the item to the engine
-of lru        that of `lru` is 1
-
-In the first table two processes speak over the real channel, without a model, a millisecond between
-steps. With `--against FOLDER` the first two tables also have the LookOnce of another checkout,
-measured in turn; ratio is the median of each turn's ratio.
+With `--against FOLDER` handover and channel also have the LookOnce of another checkout, measured in
+turn; ratio is the median of each turn's ratio.
 """
 
 from __future__ import annotations
@@ -90,9 +93,11 @@ def main(arguments: Sequence[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--against", type=Path, metavar="FOLDER", help="another checkout")
-    parser.add_argument("--turns", type=int, default=TURNS)
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument(
+        "--turns", type=int, default=TURNS, help="of which medians are taken [%(default)s]"
+    )
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="tables [all]")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there, too")
     options = parser.parse_args(arguments)
     set_environment()
     made = {

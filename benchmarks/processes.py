@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.load_generator import Arrivals, run_load
-from benchmarks.pictures import data_url, encoded_picture, variant
+from benchmarks.pictures import SIZES, data_url, encoded_picture, variant
 from benchmarks.report import Report, publish
 from benchmarks.running_server import (
     RunningServer,
@@ -155,13 +155,17 @@ def main(arguments: Sequence[str]) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--processes", type=int, nargs="+", default=NUM_PROCESSES)
-    parser.add_argument("--requests", type=int, default=400, help="text and known pictures")
-    parser.add_argument("--pictures", type=int, default=100, help="new pictures")
-    parser.add_argument("--clients", type=int, default=16)
-    parser.add_argument("--size", default="512", help="of the pictures")
+    parser.add_argument(
+        "--processes", type=int, nargs="+", default=NUM_PROCESSES, help="API processes [1 2 4]"
+    )
+    parser.add_argument(
+        "--requests", type=int, default=400, help="each of text and of known pictures"
+    )
+    parser.add_argument("--pictures", type=int, default=100, help="requests about new pictures")
+    parser.add_argument("--clients", type=int, default=16, help="that ask at once")
+    parser.add_argument("--size", choices=SIZES, default="512", help="of the pictures")
     parser.add_argument("--cache-gb", type=float, default=1.0, help="GiB of the processor cache")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there, too")
     parser.add_argument("options", nargs="*", help="of `lookonce serve`, MODEL first, after --")
     given = parser.parse_args(arguments)
     set_environment()

@@ -69,6 +69,7 @@ OPTION_RANGES = {
     "kv_cache_gb": _MEMORY_GB,
     "block_size": Range(1, 65_536),
     "encoder_cache_gb": _MEMORY_GB,
+    "state_cache_gb": Range(0, 1 << 20),
     "encoder_cache_host_gb": Range(0, 1 << 20),
     "mm_processor_cache_gb": Range(0, 1 << 20),
     "media_timeout": _SECONDS,
@@ -171,6 +172,10 @@ class EncoderConfig:
     """External tiers of encoder outputs, nearest first."""
 
 
+BASE_BODY_BYTES = 16 * 1024 * 1024
+LARGEST_MEDIA_PER_BODY = 4
+
+
 @dataclass(frozen=True, slots=True)
 class MediaConfig:
     """Limits for what clients send; bytes, pixels and seconds."""
@@ -198,6 +203,11 @@ class MediaConfig:
     processor_cache_bytes: int = 4 * GIB
     """0 turns the processor cache off. Divided by the number of API processes."""
     processor_cache_type: ProcessorCacheType = DEFAULT_CACHE_TYPE
+
+    @property
+    def max_body_bytes(self) -> int:
+        """Of a request: a few of the largest media in base64, and 16 MiB for the rest."""
+        return BASE_BODY_BYTES + LARGEST_MEDIA_PER_BODY * (self.max_bytes + 2) // 3 * 4
 
     @property
     def items_per_prompt(self) -> dict[str, int]:
@@ -280,6 +290,15 @@ class ResponseStoreConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class RequestLogConfig:
+    """Where requests are logged, without contents."""
+
+    file: str
+    secret: str
+    """64 hex digits: the key of all digests in it, drawn at each start."""
+
+
+@dataclass(frozen=True, slots=True)
 class ServerConfig:
     host: str = "127.0.0.1"
     port: int = 8000
@@ -312,6 +331,7 @@ class ServerConfig:
     """Objects of JSON schemas have no keys but those they declare, unless the schema opens them."""
     root_path: str = ""
     """What a proxy puts before every path: `/models/a`; empty: nothing."""
+    request_log: RequestLogConfig | None = None
     drain_timeout: float = 30.0
 
 
@@ -410,6 +430,7 @@ class Options:
     kv_tier: tuple[str, ...] = ()
     kv_load: str = "auto"
     kv_load_failure_policy: str = "recompute"
+    state_cache_gb: float = 0.25
     encoder_cache_gb: float = 0.5
     encoder_cache_host_gb: float = 0.0
     encoder_tier: tuple[str, ...] = ()
@@ -442,6 +463,7 @@ class Options:
     response_store: str | None = None
     response_store_gb: float = 0.25
     response_store_ttl: float = 30 * 86_400.0
+    request_log: str | None = None
 
 
 def resolve(options: Options) -> Config:
@@ -519,6 +541,7 @@ def resolve(options: Options) -> Config:
             strict_requests=options.strict_requests,
             closed_schemas=options.closed_schemas,
             root_path=_root_path(options.root_path),
+            request_log=_request_log(options.request_log),
         ),
         channel=ChannelConfig(address=_socket_path(), stall_timeout=options.engine_stall_timeout),
         logs=LogConfig(
@@ -542,6 +565,7 @@ def _kv(options: Options) -> KVConfig:
         load_failure_policy=_one_of(
             "--kv-load-failure-policy", options.kv_load_failure_policy, ("recompute", "fail")
         ),
+        state_cache_bytes=int(options.state_cache_gb * GIB),
     )
 
 
@@ -882,6 +906,18 @@ def _root_path(text: str) -> str:
     if not _ROOT_PATH.fullmatch(path):
         raise ConfigError(f"--root-path: {text!r} is not a path as /models/a")
     return path
+
+
+def _request_log(path: str | None) -> RequestLogConfig | None:
+    """The absolute path of a file that can be appended to, and a new secret."""
+    if path is None:
+        return None
+    file = Path(path).absolute()
+    if file.exists() and not file.is_file():
+        raise ConfigError(f"--request-log: {path} is not a file")
+    if not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise ConfigError(f"--request-log: {path} cannot be written")
+    return RequestLogConfig(str(file), secrets.token_hex(32))
 
 
 def _response_store(path: str | None) -> str | None:

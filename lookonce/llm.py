@@ -2,12 +2,14 @@
 
 The engine runs in a process of its own, started with `python -m`, so scripts need no main guard.
 The frontend runs on an event loop in a background thread. Calls are synchronous and may come from
-any thread.
+any thread of the process that made the `LLM`; a process that is forked from it makes its own.
 """
 
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
+import os
 import threading
 import weakref
 from collections.abc import (
@@ -25,7 +27,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import AsyncGeneratorType
-from typing import Any, Self, TypeVar, cast
+from typing import Any, Self, TypeGuard, TypeVar, cast
 
 import msgspec
 import numpy as np
@@ -36,7 +38,7 @@ from lookonce.config import NANO, Config, Options, SchedulerConfig, resolve
 from lookonce.engine.process_io import engine_settings
 from lookonce.engine.supervisor.engine_supervisor import EngineSupervisor, OnLoading
 from lookonce.engine.supervisor.socket_folder import socket_folder
-from lookonce.errors import BadRequestError, RequestFailedError
+from lookonce.errors import BadRequestError, RequestFailedError, UnavailableError
 from lookonce.frontend.frontend import (
     Frontend,
     engine_client,
@@ -71,13 +73,14 @@ from lookonce.frontend.transcription import (
     TranscriptDone,
     TranscriptionOptions,
 )
-from lookonce.types.media import Modality
+from lookonce.types.media import MODALITIES, Modality
 from lookonce.types.pooling import PoolingInfo
 from lookonce.types.request import Overflow, PromptLogprob, RenderedPrompt, TokenLogprob
 from lookonce.types.sampling import SamplingParams
 
 Message = dict[str, Any]
 DEFAULT_FALLBACK = Fallback()
+CANCEL_SECONDS = 5.0
 Prompt = str | Sequence[int]
 Render = Callable[[], Coroutine[Any, Any, RenderedPrompt]]
 T = TypeVar("T")
@@ -219,7 +222,8 @@ class LLM:
             while (text := self._loop.run(_next(texts))) is not None:
                 yield text
         finally:
-            self._loop.run(_ended(texts))
+            with suppress(UnavailableError):  # the LLM was closed: the stream has ended, too
+                self._loop.run(_ended(texts))
 
     def session(
         self,
@@ -307,7 +311,16 @@ class LLM:
         )
 
     def media_hash(self, data: bytes, *, modality: Modality) -> str:
-        """The name of encoded media (a PNG file, say) in the caches of this model, hex digits."""
+        """The name of encoded media (a PNG file, say) in the caches of this model, hex digits.
+
+        Raises `BadRequestError` for anything else: no request finds pixels by their own hash.
+        """
+        if not isinstance(data, bytes | bytearray | memoryview):
+            raise BadRequestError("data must be the bytes of encoded media", param="data")
+        if modality not in MODALITIES:
+            raise BadRequestError(
+                f"modality must be one of {', '.join(MODALITIES)}", param="modality"
+            )
         return media_hash(
             data,
             modality=modality,
@@ -360,7 +373,12 @@ class LLM:
         return frontend
 
     def _sampling(self, asked: SamplingParams | None) -> SamplingParams:
-        return default_sampling(self._frontend.defaults) if asked is None else asked
+        """Raises `BadRequestError`."""
+        if asked is None:
+            return default_sampling(self._frontend.defaults)
+        if not isinstance(asked, SamplingParams):
+            raise BadRequestError("sampling_params must be a SamplingParams")
+        return asked
 
     def _for_chat(self, asked: SamplingParams | None) -> tuple[SamplingParams, ToolCalling | None]:
         """How to sample a chat's answer, and how to parse it: None where it is plain text.
@@ -523,7 +541,9 @@ class LiveSession:
         return self._session.is_slowed
 
     def close(self) -> None:
-        self._run(_closed(self._session))
+        """Ends the session; nothing where its LLM is closed."""
+        with suppress(UnavailableError):
+            self._run(_closed(self._session))
 
     def __enter__(self) -> Self:
         return self
@@ -537,35 +557,90 @@ async def _closed(session: Session) -> None:
 
 
 class _LoopThread:
-    """An event loop in a background thread."""
+    """An event loop in a background thread of this process."""
 
     def __init__(self) -> None:
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._is_closed = False
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(
             target=self._loop.run_forever, name="lookonce-llm", daemon=True
         )
         self._thread.start()
 
+    @property
+    def is_of_this_process(self) -> bool:
+        """False in a process that was forked later, where the thread does not run."""
+        return os.getpid() == self._pid
+
+    @property
+    def is_this_thread(self) -> bool:
+        return threading.current_thread() is self._thread
+
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of `work`; whatever interrupts the wait cancels it."""
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        """The result of `work`; whatever interrupts the wait cancels it.
+
+        Raises `UnavailableError` after `close`, in a forked process and on the loop's own thread.
+        """
+        try:
+            future = self._begin(work)
+        except UnavailableError:
+            work.close()
+            raise
         try:
             return future.result()
+        except concurrent.futures.CancelledError:
+            if self._is_closed:
+                raise UnavailableError("this LLM was closed") from None
+            raise
         except BaseException:
             future.cancel()
             raise
 
-    def stop(self) -> None:
+    def close(self, work: Coroutine[Any, Any, object]) -> None:
+        """Run `work` as the last one, end the calls that still run, and end the thread."""
+        with self._lock:
+            self._is_closed = True
+        # At interpreter exit executors take no more work; everything that needs none is still done.
+        with suppress(RuntimeError):
+            self._begun(work).result()
+        self._begun(_cancel_other_tasks()).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
 
+    def _begin(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+        if not self.is_of_this_process:
+            raise UnavailableError("this LLM is of the process that this one was forked from")
+        if self.is_this_thread:
+            raise UnavailableError("an LLM cannot be called from its own callbacks")
+        with self._lock:  # what begins before `close` is cancelled by it
+            if self._is_closed:
+                raise UnavailableError("this LLM is closed")
+            return self._begun(work)
+
+    def _begun(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+
+async def _cancel_other_tasks() -> None:
+    """Cancel what runs on this event loop, and wait for its end, `CANCEL_SECONDS` at most."""
+    others = asyncio.all_tasks() - {cast("asyncio.Task[Any]", asyncio.current_task())}
+    for task in others:
+        task.cancel()
+    if others:
+        await asyncio.wait(others, timeout=CANCEL_SECONDS)
+
 
 def _end_all(stack: AsyncExitStack, loop: _LoopThread) -> None:
-    # At interpreter exit executors take no more work; everything that needs none is still closed.
-    with suppress(RuntimeError):
-        loop.run(stack.aclose())
-    loop.stop()
+    """Called once: by `LLM.close`, by the garbage collector or at exit."""
+    if not loop.is_of_this_process:  # engine and sockets are the other process's
+        return
+    if loop.is_this_thread:  # the garbage collector runs on any thread
+        threading.Thread(target=_end_all, args=(stack, loop), name="lookonce-llm-end").start()
+        return
+    loop.close(stack.aclose())
 
 
 async def _end_engine(supervisor: EngineSupervisor, running: asyncio.Task[None]) -> None:
@@ -603,20 +678,39 @@ async def _next(items: AsyncIterator[T]) -> T | None:
 def _conversations(
     messages: Sequence[Message] | Sequence[Sequence[Message]],
 ) -> list[list[Message]]:
-    """One conversation or several."""
-    if not messages or isinstance(messages[0], dict):
+    """One conversation or several. Raises `BadRequestError`."""
+    if not _is_list(messages):
+        raise BadRequestError("messages must be a list of messages, or a list of such lists")
+    if not messages or not _is_list(messages[0]):
         return [list(cast("Sequence[Message]", messages))]
     return [list(messages) for messages in cast("Sequence[Sequence[Message]]", messages)]
 
 
 def _prompts(prompts: Prompt | Sequence[Prompt]) -> list[str | list[int]]:
-    """One prompt or several, each as text or a list of token ids."""
-    if isinstance(prompts, str):
-        return [prompts]
-    if prompts and all(isinstance(part, int) for part in prompts):
-        return [list(cast("Sequence[int]", prompts))]
-    several = cast("Sequence[Prompt]", prompts)
-    return [prompt if isinstance(prompt, str) else list(prompt) for prompt in several]
+    """One prompt or several, each as text or a list of token ids. Raises `BadRequestError`."""
+    if not _is_list(prompts) or (len(prompts) and all(map(_is_token_id, prompts))):
+        return [_prompt(prompts, "prompts")]
+    return [_prompt(prompt, f"prompts[{n}]") for n, prompt in enumerate(prompts)]
+
+
+def _prompt(prompt: object, param: str) -> str | list[int]:
+    if isinstance(prompt, str):
+        return prompt
+    if _is_list(prompt) and all(map(_is_token_id, prompt)):
+        return list(map(int, prompt))
+    raise BadRequestError(
+        f"{param}: a prompt is a text or a list of token ids; pictures and sound go into messages, "
+        "as in LLM.chat",
+        param=param,
+    )
+
+
+def _is_list(value: object) -> TypeGuard[Sequence[Any]]:
+    return isinstance(value, Sequence | np.ndarray) and not isinstance(value, str | bytes)
+
+
+def _is_token_id(value: object) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 def _content(text: str, tools: ToolCalling | None) -> str:

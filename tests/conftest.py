@@ -34,7 +34,6 @@ Hypothesis a second."""
 LONGEST = (
     "tests/end_to_end/",
     "tests/tools/",
-    "tests/attack/",
     "tests/benchmarks/",
     "tests/test_llm.py",
 )
@@ -45,7 +44,7 @@ ONE_SERVER = ("tests/end_to_end/", "tests/attack/", "tests/clients/")
 OWN_SERVERS = frozenset(
     f"tests/end_to_end/test_{name}.py"
     for name in (
-        *("chaos", "faults", "film", "general_media", "kv_tiers", "limits", "nano_ear"),
+        *("chaos", "faults", "film", "general_media", "kv_tiers", "nano_ear"),
         *("observability", "soak", "voxtral_realtime"),
     )
 )

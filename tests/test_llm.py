@@ -36,7 +36,8 @@ RED_SQUARE = picture(("red", "square"))
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    with LLM("nano") as llm:
+    """Two are computed side by side, and the queue asked for is too short for any call."""
+    with LLM("nano", max_num_seqs=2, max_queue=1) as llm:
         yield llm
 
 
@@ -179,41 +180,46 @@ def test_one_bad_request_fails_its_call_alone(llm):
     assert llm.chat(ask("Say river."), GREEDY)[0].text == "river"
 
 
-@pytest.fixture(scope="module")
-def narrow() -> Iterator[LLM]:
-    """Two are computed side by side, and the queue asked for is too short for any call."""
-    with LLM("nano", max_num_seqs=2, max_queue=1) as llm:
-        yield llm
+@pytest.mark.parametrize(
+    ("prompts", "told"),
+    [
+        (None, "prompts: a prompt is a text"),
+        ({"prompt": "Hi", "multi_modal_data": {}}, "prompts: .* pictures and sound go into"),
+        (["Hi", {"prompt": "Hi"}], r"prompts\[1\]"),
+        ([True], r"prompts\[0\]"),
+        ([[5], [1.5]], r"prompts\[1\]"),
+    ],
+)
+def test_what_is_no_prompt_is_refused_by_its_place(llm, prompts, told):
+    with pytest.raises(BadRequestError, match=told):
+        llm.generate(prompts, GREEDY)
 
 
-def test_more_prompts_than_may_wait_are_all_answered_in_order(narrow):
+def test_what_is_no_conversation_or_no_parameters_is_refused(llm):
+    for messages in ("Hello", None, {"role": "user", "content": "Hello"}):
+        with pytest.raises(BadRequestError, match="messages must be a list"):
+            llm.chat(messages, GREEDY)
+    with pytest.raises(BadRequestError, match="must be a SamplingParams"):
+        llm.generate("Hello", {"max_tokens": 3})
+
+
+def test_more_prompts_than_may_wait_are_all_answered_in_order(llm):
     words = ["apple", "river"] * 50
     prompts = [f"<|im_start|>user\nSay {w}.<|im_end|>\n<|im_start|>assistant\n" for w in words]
-    assert [output.text for output in narrow.generate(prompts, GREEDY)] == words
+    assert [output.text for output in llm.generate(prompts, GREEDY)] == words
 
 
-def test_more_new_pictures_than_may_wait_for_a_worker_are_all_answered(narrow):
+def test_more_new_pictures_than_may_wait_for_a_worker_are_all_answered(llm):
     asked = [ask(Image.new("RGB", (28, 28), (n % 256, n // 256, 7)), "Look.") for n in range(300)]
-    outputs = narrow.chat(asked, SamplingParams(max_tokens=1))
+    outputs = llm.chat(asked, SamplingParams(max_tokens=1))
     assert [output.reuse_receipt.items[0].processor for output in outputs] == ["miss"] * 300
     assert len({output.reuse_receipt.items[0].hash for output in outputs}) == 300
 
 
-def test_the_first_failure_ends_all_prompts_also_those_not_begun(narrow):
+def test_the_first_failure_ends_all_prompts_also_those_not_begun(llm):
     with pytest.raises(BadRequestError, match="context"):
-        narrow.generate(["Once", "x " * 9000, *["Once"] * 100], ENDLESS)
-    until(lambda: _busy(narrow) == 0, 60, lambda: str(narrow.stats()))
-
-
-def test_many_prompts_take_every_place_in_the_batch(narrow):
-    """The last test of `narrow`, which is closed: all answers would take a minute."""
-    with ThreadPoolExecutor(1) as pool:
-        call = pool.submit(narrow.generate, ["Once"] * 6, ENDLESS)
-        until(lambda: call.done() or narrow.stats()["num_requests_running"] == 2, 60, str)
-        assert not call.done(), call.exception()
-        narrow.close()
-        with pytest.raises(UnavailableError):
-            call.result()
+        llm.generate(["Once", "x " * 9000, *["Once"] * 100], ENDLESS)
+    until(lambda: _busy(llm) == 0, 60, lambda: str(llm.stats()))
 
 
 def _busy(llm: LLM) -> float:
@@ -297,17 +303,38 @@ def test_wrong_options_are_refused_before_anything_starts():
         LLM("nano", dtype="float7")
 
 
-def test_a_script_needs_no_main_guard_and_may_forget_to_close(tmp_path):
+SCRIPT = """
+import os, sys
+from lookonce import LLM, SamplingParams
+from lookonce.errors import UnavailableError
+
+llm = LLM("nano")
+
+def ask():
+    try:
+        return llm.generate("Hello", SamplingParams(max_tokens=1))[0].usage.completion_tokens
+    except UnavailableError as error:
+        return error.message
+
+if (child := os.fork()) == 0:
+    print(ask(), flush=True)
+    sys.exit()  # with all that Python does at exit
+print("child:", os.waitpid(child, 0)[1])
+print(ask())
+"""
+
+
+def test_a_script_needs_no_main_guard_may_fork_and_may_forget_to_close(tmp_path):
     script = tmp_path / "script.py"
-    script.write_text(
-        "from lookonce import LLM, SamplingParams\n"
-        "llm = LLM('nano')\n"
-        "print(llm.generate('Hello', SamplingParams(max_tokens=1))[0].usage.completion_tokens)\n"
-    )
+    script.write_text(SCRIPT)
     done = subprocess.run(
         [sys.executable, script], capture_output=True, text=True, timeout=120, check=False
     )
-    assert done.stdout == "1\n", done.stderr
+    assert done.stdout.splitlines() == [
+        "this LLM is of the process that this one was forked from",
+        "child: 0",
+        "1",
+    ], done.stderr
     assert "Traceback" not in done.stderr
     assert "parent process is gone" not in done.stderr
 
@@ -351,8 +378,17 @@ def test_an_injected_picture_is_neither_decoded_nor_processed(llm, nano_folder):
 def test_hashes_and_items_that_do_not_match_are_refused(llm):
     with pytest.raises(BadRequestError):
         llm.inject_into_mm_cache({"image": ["a", "b"]}, {"image": [{}]})
-    outcomes = llm.inject_into_mm_cache({"image": ["a"]}, {"image": [{"pixels": [1, 2]}]})
-    assert outcomes["image"][0].status == "rejected"
+    with pytest.raises(BadRequestError, match="'picture' is not one of image, audio, video"):
+        llm.inject_into_mm_cache({"picture": ["a"]}, {"picture": [{}]})
+    with pytest.raises(BadRequestError, match=r"mm_hashes\.image: a list of texts"):
+        llm.inject_into_mm_cache({"image": [b"a"]}, {"image": [{}]})
+    with pytest.raises(BadRequestError, match="bytes of encoded media"):
+        llm.media_hash(RED_SQUARE, modality="image")
+    with pytest.raises(BadRequestError, match="one of image, audio, video"):
+        llm.media_hash(b"", modality="picture")
+    for item in ({"pixels": [1, 2]}, np.zeros(3, np.float32)):
+        outcomes = llm.inject_into_mm_cache({"image": ["a"]}, {"image": [item]})
+        assert outcomes["image"][0].status == "rejected"
 
 
 def test_a_chat_says_what_its_final_channel_says(folder):
@@ -375,3 +411,19 @@ def test_a_chat_says_what_its_final_channel_says(folder):
         (whole,) = llm.generate(output.prompt_token_ids, params)
         assert whole.outputs[0].token_ids[:20] == output.outputs[0].token_ids[:20]
         assert whole.text != output.text
+
+
+def test_many_prompts_take_every_place_in_the_batch(llm):
+    """The last test of `llm`, which is closed: all answers would take a minute."""
+    with ThreadPoolExecutor(1) as pool:
+        call = pool.submit(llm.generate, ["Once"] * 6, ENDLESS)
+        until(lambda: call.done() or llm.stats()["num_requests_running"] == 2, 60, str)
+        assert not call.done(), call.exception()
+        session = llm.session(prompt="Once", answer=False)
+        llm.close()
+        with pytest.raises(UnavailableError):
+            call.result()
+    with pytest.raises(UnavailableError, match="this LLM is closed"):
+        llm.generate("Once", GREEDY)
+    session.close()
+    llm.close()

@@ -43,6 +43,8 @@ def test_no_option_is_explained_that_there_is_not():
         "--plot",
         "--peer-shape",
         "--before",
+        "--cost",
+        "--rounds",
     }
     assert set(re.findall(r"--[a-z][a-z-]+", PAGE)) <= known | of_benchmarks | {"--json"}
 

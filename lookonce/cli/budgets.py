@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from lookonce.cache.identity import MAX_BINDINGS
+from lookonce.cache.slabs import MAX_SLABS
 from lookonce.config import ConnectionConfig, Options, SessionConfig
 from lookonce.core.scheduler import MAX_SHARES
 from lookonce.engine.process import grammar
@@ -23,13 +25,14 @@ from lookonce.server.http.body import MAX_VALUES
 from lookonce.server.http.connections import DISCARD_SECONDS, MAX_PIPELINED
 from lookonce.server.http.multipart import MAX_FIELD_BYTES, MAX_FIELDS
 from lookonce.server.http.websocket import MAX_FRAGMENTS, MAX_MESSAGE_BYTES
-from lookonce.server.response_store import LARGEST_CONTEXT, LARGEST_PAGE, MOST_ENTRIES
+from lookonce.server.response_store import LARGEST_CONTEXT, LARGEST_PAGE, MAX_CALLS, MOST_ENTRIES
 from lookonce.server.routes.completions import MAX_PROMPTS
 from lookonce.server.routes.conversations import MAX_ITEMS
 from lookonce.server.routes.pooling import MAX_INPUTS, MAX_NUMBERS
 from lookonce.server.routes.realtime.session import MAX_RESPONSES
 from lookonce.server.routes.realtime.session import MAX_VALUES as MAX_EVENT_VALUES
 from lookonce.server.routes.serving_base import MAX_SCORED
+from lookonce.server.services import LARGEST_BODIES_HELD
 from lookonce.types.logs import MAX_LINES
 from lookonce.types.sampling import MAX_BIASES, MAX_GRAMMAR_BYTES
 
@@ -104,6 +107,13 @@ BUDGETS = (
            "413"),
     Budget("stored items of a page", LARGEST_PAGE, "bytes", "request",
            "the page ends earlier, after one item at least"),
+    Budget("large bodies and files on the event loop", "turns", "bytes", "tenant",
+           "waits for the others' turns"),
+    Budget("bodies and fetched media of requests that are being served",
+           f"{LARGEST_BODIES_HELD} largest bodies; half where there are several tenants", "bytes",
+           "tenant", "429"),
+    Budget("calls waiting for stored responses and conversations", MAX_CALLS, "calls", "tenant",
+           "429; the others wait for their turns"),
     # of a request
     Budget("body", f"16 MiB and four of {_option('max_media_bytes')} in base64", "bytes", "request",
            "413"),
@@ -170,6 +180,10 @@ BUDGETS = (
            "pixels", "item", "413 before it is drawn"),
     Budget("media waiting", pool.MAX_QUEUE_PER_TENANT, "items", "tenant", "429"),
     Budget("media waiting of all", pool.MAX_QUEUE, "items", "process", "429"),
+    Budget("uuids that are remembered", MAX_BINDINGS, "uuids", "process",
+           "the one used longest ago is forgotten: its media is sent again"),
+    Budget("shared memory that is leased for media", MAX_SLABS, "slabs", "process",
+           "items travel in messages"),
     Budget("media workers", "turns", "CPU s", "tenant", "waits for the others' turns"),
     # grammars
     Budget("grammar", MAX_GRAMMAR_BYTES, "bytes", "request", "400"),

@@ -31,7 +31,13 @@ NEEDED_PYTHON = (3, 11)
 MIN_DESCRIPTORS = 4096
 MIN_MEMORY = 4 * GIB
 MIN_DISK = 10 * GIB
-EXTRAS = (("documents", "pypdfium2", "reading PDF files"),)
+EXTRAS = (
+    ("documents", "pypdfium2", "reading PDF files"),
+    ("film", "av", "reading films"),
+    ("events", "pyzmq", "publishing events of the caches"),
+    ("otel", "opentelemetry-sdk", "sending traces"),
+    ("fleet", "ray", "serving a fleet"),
+)
 """Name of an extra, its package, and what it is for."""
 PROC = Path("/proc")
 CGROUP = Path("/sys/fs/cgroup")

@@ -20,10 +20,14 @@ from lookonce.fleet.config import FleetConfig
 from lookonce.types.logs import configure_logging
 
 FLEET_KEYS = (
-    *("host", "port", "frontends", "api_key_file", "address", "drain_timeout"),
+    *("host", "port", "frontends", "frontend_resources", "api_key_file", "address"),
+    "drain_timeout",
     "models",
 )
-GROUP_KEYS = ("name", "model", "engines", "cpus", "gpus", "environment", "options")
+GROUP_KEYS = (
+    *("name", "model", "engines", "max_engines", "target_wait", "upscale_delay"),
+    *("downscale_delay", "cpus", "gpus", "environment", "options"),
+)
 OWN_OPTIONS = frozenset(
     {
         *("model", "host", "port", "uds", "events", "api_key", "api_key_file"),
@@ -35,8 +39,11 @@ OWN_OPTIONS = frozenset(
 
 def read_fleet(path: str | None, overrides: dict[str, Any]) -> FleetConfig:
     """Of a file, with what the command line says instead. Raises `ConfigError` naming the key."""
-    content = {} if path is None else read_yaml(path, "fleet")
-    where = path or "fleet"
+    return fleet_of(path or "fleet", {} if path is None else read_yaml(path, "fleet"), overrides)
+
+
+def fleet_of(where: str, content: dict[str, Any], overrides: dict[str, Any]) -> FleetConfig:
+    """Of what stands in a file; `where`: its name, for `ConfigError`."""
     _check_keys(where, content, FLEET_KEYS)
     models = content.get("models") or [{"model": overrides.get("model") or NANO}]
     if not isinstance(models, list) or not all(isinstance(each, dict) for each in models):
@@ -54,6 +61,10 @@ def read_fleet(path: str | None, overrides: dict[str, Any]) -> FleetConfig:
     for group in config.groups:
         if group.engines < 1:
             raise ConfigError(f"{where}: {group.name} needs at least 1 engine")
+        if group.max_engines is not None and group.max_engines < group.engines:
+            raise ConfigError(f"{where}: {group.name} has more engines than max_engines")
+        if group.target_wait <= 0:
+            raise ConfigError(f"{where}: target_wait of {group.name} is above 0")
     if config.frontends < 1:
         raise ConfigError(f"{where}: frontends is at least 1")
     resolve(Options(host=config.host, port=config.port, api_key_file=config.api_key_file))
@@ -97,6 +108,18 @@ def _check_keys(where: str, given: dict[Any, Any], known: tuple[str, ...]) -> No
             )
 
 
+def build(args: dict[str, Any]) -> Any:
+    """The Ray Serve application for `serve run lookonce.cli.fleet:build` and for serve's config
+    files, KubeRay's too; `args`: the content of a fleet.yaml. Raises `ConfigError`.
+
+    Engines and front-ends listen on their machines' addresses.
+    """
+    config = fleet_of("args", {"host": "0.0.0.0", "address": "auto", **args}, {})
+    from lookonce.fleet.deploy import application
+
+    return application(config)
+
+
 def run_fleet(path: str | None, overrides: dict[str, Any]) -> int:
     """Serve until SIGTERM or Ctrl-C; the exit status. Raises `ConfigError`."""
     config = read_fleet(path, overrides)
@@ -138,7 +161,11 @@ def _apply_again(running: Any, path: str | None, overrides: dict[str, Any]) -> N
     except ConfigError as error:
         print(f"SIGHUP: {error.message}; the fleet stays what it was", flush=True)
         return
-    running.apply(config)
+    try:
+        running.apply(config)
+    except RuntimeError as error:
+        print(f"SIGHUP: {error}; what serves goes on", flush=True)
+        return
     names = ", ".join(f"{g.name} ({g.engines})" for g in config.groups)
     print(f"Serving {names} on {running.url}", flush=True)
 

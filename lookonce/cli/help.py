@@ -17,7 +17,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "Ask": ("chat",),
     "Models": ("models", "ls", "pull"),
     "Watch": ("ps", "top", "doctor"),
-    "Measure": ("bench",),
+    "Measure": ("bench", "simulate"),
 }
 """Heading → commands."""
 GROUP_OF = {name: group for group, names in GROUPS.items() for name in names}

@@ -53,6 +53,7 @@ BENCHMARKS: dict[str, tuple[str, str]] = {
     "engine": ("benchmarks.engine", "a decode step beside the bare model and transformers"),
     "events": ("benchmarks.events", "what --events costs a step"),
     "fairness": ("benchmarks.fairness", "what one tenant's attacks cost another one"),
+    "fleet": ("benchmarks.fleet", "routing rules beside each other on one fleet; what they cost"),
     "film": ("benchmarks.film", "a window that slides over a film, beside resending all frames"),
     "items": ("benchmarks.items", "what 128,000 media items in one request cost per step"),
     "known": ("benchmarks.known", "the first token of known prompts and pictures, by its parts"),
@@ -61,6 +62,7 @@ BENCHMARKS: dict[str, tuple[str, str]] = {
     "live": ("benchmarks.live", "sessions of a day in flat memory, side by side, and resent"),
     "look": ("benchmarks.look", "what a picture costs when known, when new, uncached"),
     "prefetch": ("benchmarks.prefetch", "first tokens when pictures come late in the prompt"),
+    "prices": ("benchmarks.prices", "what a step, a picture, a request take: for simulate"),
     "processes": ("benchmarks.processes", "several API processes: rates, CPU, memory together"),
     "nano": ("benchmarks.nano", "how often nano answers right about what it never saw"),
     "render": ("benchmarks.render", "what /render and /tokenize cost beside the picture's work"),
@@ -68,6 +70,7 @@ BENCHMARKS: dict[str, tuple[str, str]] = {
     "serve": ("benchmarks.serve", "a server under load: rates, percentiles, caches; a peer"),
     "start": ("benchmarks.start", "from the command to /ready, and the first requests"),
     "tracing": ("benchmarks.tracing", "what traces cost: tokens/s and CPU beside a server without"),
+    "twin": ("benchmarks.twin", "a real server beside its simulation, on the same requests"),
     "warmup": ("benchmarks.warmup", "the first request after /ready beside later ones"),
 }
 """Name → module, whose `main(arguments)` returns the exit status, and what it measures."""
@@ -275,6 +278,85 @@ def top(
     from lookonce.cli.top import run_top
 
     run_top(url, api_key, interval=interval, once=once)
+
+
+@app.command(cls=GroupedCommand)
+def simulate(
+    trace: Annotated[
+        str,
+        typer.Argument(
+            metavar="TRACE",
+            help="A file (a request log, Mooncake's or ServeGen's columns), or a generator: zipf, "
+            "conversations, agents, fresh.",
+        ),
+    ],
+    engines: Annotated[str, typer.Option(help="How many; 1,2,4 tries each.")] = "1",
+    router: Annotated[
+        str,
+        typer.Option(
+            help="price (the fleet's own), round_robin, power_of_two, least_loaded, "
+            "consistent_hash; several with commas."
+        ),
+    ] = "price",
+    kv_cache_gb: Annotated[str, typer.Option(help="Of each engine, GiB; 1,4 tries each.")] = "1",
+    kv_tier: Annotated[
+        list[str],
+        typer.Option(help="A tier as for serve, or none; each that is given is tried."),
+    ] = [],  # noqa: B006
+    encoder_tier: Annotated[list[str], typer.Option(help="As for serve; nearest first.")] = [],  # noqa: B006
+    prices: Annotated[
+        Path | None,
+        typer.Option(help="A file of `lookonce bench prices --json`; by default nano's."),
+    ] = None,
+    settings: Annotated[
+        list[str],
+        typer.Option("--set", metavar="NAME=NUMBER", help="Of a generator: requests, rate, …"),
+    ] = [],  # noqa: B006
+    per_engine: Annotated[
+        bool,
+        typer.Option("--per-engine", help="A generator's requests and rate are of each engine."),
+    ] = False,
+    max_requests: Annotated[int | None, typer.Option(min=1, help="The first ones only.")] = None,
+    speed: Annotated[float, typer.Option(help="How many times as fast requests come.")] = 1.0,
+    max_num_seqs: Annotated[int, typer.Option(min=1, help="As for serve.")] = 64,
+    max_num_batched_tokens: Annotated[int, typer.Option(min=1, help="As for serve.")] = 2048,
+    encoder_cache_gb: Annotated[float, typer.Option(help="As for serve.")] = 0.5,
+    target_p99: Annotated[
+        float | None,
+        typer.Option(help="Seconds to the first token that 99 of 100 may take: recommends."),
+    ] = None,
+    engine_cost: Annotated[float, typer.Option(help="Of one engine, in any unit.")] = 1.0,
+    host_gb_cost: Annotated[float, typer.Option(help="Of a GiB of a tier's memory.")] = 0.005,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write all figures to this file.")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="Write curves to this SVG file.")] = None,
+) -> None:
+    """Replay a trace on simulated engines."""
+    from lookonce.cli.simulate import Asked, run_simulate
+
+    asked = Asked(
+        trace=trace,
+        engines=engines,
+        router=router,
+        kv_cache_gb=kv_cache_gb,
+        kv_tier=tuple(kv_tier),
+        encoder_tier=tuple(encoder_tier),
+        prices=prices,
+        shape=tuple(settings),
+        per_engine=per_engine,
+        max_requests=max_requests,
+        speed=speed,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        encoder_cache_gb=encoder_cache_gb,
+        target_p99=target_p99,
+        engine_cost=engine_cost,
+        host_gb_cost=host_gb_cost,
+        json_file=json_file,
+        plot=plot,
+    )
+    raise typer.Exit(run_simulate(asked))
 
 
 @app.command(

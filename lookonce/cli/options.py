@@ -65,6 +65,8 @@ HELP: dict[str, str] = {
     "valkey:///path.sock or lmcache://host:port; repeatable, nearest first.",
     "kv_load": "auto loads from a tier what that makes faster; always loads all there is.",
     "kv_load_failure_policy": "recompute or fail: what becomes of a prompt whose load failed.",
+    "state_cache_gb": "Memory for snapshots of the states that hybrid models keep beside keys and "
+    "values, GiB; with 0 their prefixes are not reused.",
     "encoder_cache_gb": "Memory for encoder outputs of media, GiB.",
     "encoder_cache_host_gb": "Host memory for encoder outputs that leave the device, GiB.",
     "encoder_tier": "Keep encoder outputs beyond the device, in tiers named as for --kv-tier: what "
@@ -101,6 +103,8 @@ HELP: dict[str, str] = {
     "with the server.",
     "response_store_gb": "Stored responses and conversations of all tenants, GiB; 0 stores none.",
     "response_store_ttl": "Seconds after its last use for which a response is stored.",
+    "request_log": "Append a line of JSON for each request to this file, without contents, for "
+    "lookonce simulate.",
     "root_path": "What a proxy puts before every path: /models/a.",
 }
 """One line per field of `Options`."""
@@ -148,6 +152,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "kv_tier",
         "kv_load",
         "kv_load_failure_policy",
+        "state_cache_gb",
         "encoder_cache_gb",
         "encoder_cache_host_gb",
         "encoder_tier",
@@ -169,7 +174,14 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "max_decode_seconds",
         "max_document_pages",
     ),
-    "logs": ("log_format", "log_level", "otlp_endpoint", "otlp_sample_ratio", "events"),
+    "logs": (
+        "log_format",
+        "log_level",
+        "otlp_endpoint",
+        "otlp_sample_ratio",
+        "events",
+        "request_log",
+    ),
 }
 """Heading of the help → its options; what is in none is under "other"."""
 OTHER = "other"

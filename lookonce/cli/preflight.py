@@ -88,6 +88,7 @@ def check_memory(config: Config) -> None:
     if config.model.device == "cpu":
         on_host["--kv-cache-gb"] = config.kv.cache_bytes
         on_host["--encoder-cache-gb"] = config.encoder.cache_bytes
+        on_host["--state-cache-gb"] = config.kv.state_cache_bytes
     for option, tiers in (("--kv-tier", config.kv.tiers), ("--encoder-tier", config.encoder.tiers)):
         for tier in tiers:
             if tier.kind == "host":

@@ -10,7 +10,11 @@ which is what it would have alone with its share of the machine.
 
 **Prompts.** A step computes no more tokens of prompts than take `SLICE_SECONDS`, so that nobody
 waits long for a step of another one; and none of a tenant that has used more time, for its weight,
-than another one that decodes in this step. Models whose items or prompts are never cut are exempt.
+than another one that decodes in this step or has a prompt that can be computed in it. A tenant that
+comes, or comes back, counts as having used `CREDIT_SECONDS` less than those at work: one that asks
+for less than its share waits for the rest of one step, and not behind a prompt of another one
+(as Linux's fair scheduler places a task that wakes). Models whose items or prompts are never cut
+are exempt.
 
 What steps cost is measured (`StepTimes`); where it does not grow with the sequences, as on most
 GPUs, no decodes are limited.
@@ -23,6 +27,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from lookonce.core.encoder_scheduling import EncodeOwners
 from lookonce.core.request import Sequence
 from lookonce.core.scheduler_state import SchedulerState
 from lookonce.types.step import StepPlan
@@ -35,9 +40,13 @@ DECAY = 0.98
 """Weight of the measurements so far beside a new one."""
 NEGLIGIBLE = 1e6
 """A step that takes so many times as long as each of its sequences adds takes always as long."""
-SLICE_SECONDS = 0.008
+SLICE_SECONDS = 0.006
 """For tokens of prompts; as long as a step of no sequence where that is longer."""
 MIN_SLICE_TOKENS = 32
+FIRST_SLICE_TOKENS = 128
+"""As long as it is not known how long tokens take."""
+CREDIT_SECONDS = 0.05
+"""That a tenant may use, times its weight, before the others' prompts when it comes back."""
 NOBODY: frozenset[str] = frozenset()
 LEAST_SPREAD = 0.1
 """Below this relative spread of the numbers of sequences nothing is known of the part of a step's
@@ -99,6 +108,8 @@ class DecodeShares:
         self._cuts_prompts = cuts_prompts
         self.behind = NOBODY
         """Tenants of whose prompts this step computes nothing."""
+        self._behind_decodes = NOBODY
+        """Of these, those that have used more than one that decodes."""
         self._served: dict[str, _Served] = {}
         self._times = StepTimes()
         self._working: set[str] = set()
@@ -118,24 +129,41 @@ class DecodeShares:
             return decodes
         self._note_served()
         decodes = self._limited(decodes)
-        decoding = {sequence.request.tenant for sequence in decodes}
-        if decoding and self._cuts_prompts:
-            least = min(self._served[tenant].used for tenant in decoding)
-            self.behind = frozenset(t for t, s in self._served.items() if s.used > least)
+        if self._cuts_prompts and self._times.prompt_token:  # else nobody pays for prompts
+            self._behind_decodes = self._behind(s.request.tenant for s in decodes)
+            self.behind = self._behind(self._working)
         return decodes
+
+    def _behind(self, tenants: Iterable[str]) -> frozenset[str]:
+        """Tenants that have used more than one of these."""
+        least = min((self._served[tenant].used for tenant in tenants), default=math.inf)
+        return frozenset(t for t, served in self._served.items() if served.used > least)
+
+    @property
+    def may_limit(self) -> bool:
+        """Whether the next step may be chosen for several tenants."""
+        return not self._is_one_tenant
 
     @property
     def prompt_tokens(self) -> int | None:
         """Most tokens of prompts that the step computes; None: as many as there is room for."""
-        cost = self._times.prompt_token
-        if not (self.measures and self._cuts_prompts and cost):
+        if not (self.measures and self._cuts_prompts):
             return None
+        cost = self._times.prompt_token
+        if not cost:
+            return FIRST_SLICE_TOKENS
         fixed, _ = self._times.line()
         return max(MIN_SLICE_TOKENS, int(max(SLICE_SECONDS, fixed) / cost))
 
-    def let_all_compute(self) -> None:
-        """Nothing decodes after all, so that nobody's prompts need to wait."""
-        self.behind = NOBODY
+    def note_no_decodes(self) -> None:
+        """Nothing decodes after all: nobody's prompts wait for that."""
+        self._behind_decodes = NOBODY
+
+    def let_more_compute(self) -> bool:
+        """No prompt of a tenant that is not behind can be computed now. Whether there are tenants
+        that need wait for these prompts no more."""
+        changed, self.behind = self.behind != self._behind_decodes, self._behind_decodes
+        return changed
 
     def _limited(self, decodes: list[Sequence]) -> list[Sequence]:
         limits = row_limits(
@@ -154,18 +182,21 @@ class DecodeShares:
                 sequence.decode_turn = self._num_turns
         return [sequence for sequence in decodes if sequence in chosen]
 
-    def note_done(self, plan: StepPlan) -> None:
-        """The step has ended; nothing was updated yet.
+    def note_done(self, plan: StepPlan, encode_owners: EncodeOwners) -> None:
+        """The step has ended; nothing was updated yet. `encode_owners`: for whose requests its
+        items were encoded.
 
         Called for steps with new prompts while one tenant is served, too: what they cost is known
         then once another one comes.
         """
-        if plan.encode or plan.restore:
-            return
         seconds = self._state.clock() - self._planned_at
         num_decodes = sum(chunk.num_tokens == 1 for chunk in plan.scheduled)
         num_tokens = sum(chunk.num_tokens for chunk in plan.scheduled if chunk.num_tokens > 1)
-        if num_tokens >= MIN_SLICE_TOKENS:
+        if plan.encode or plan.restore:
+            fixed, each = self._times.line()
+            known = fixed + each * num_decodes + self._times.prompt_token * num_tokens
+            self._charge_encodes(encode_owners, max(0.0, seconds - known))
+        elif num_tokens >= MIN_SLICE_TOKENS:
             self._times.note_prompt(num_tokens, num_decodes, seconds)
         elif self.measures and num_decodes and not num_tokens:
             self._times.note(num_decodes, seconds)
@@ -181,6 +212,14 @@ class DecodeShares:
                 continue
             cost = each if chunk.num_tokens == 1 else self._times.prompt_token * chunk.num_tokens
             served.used += cost / served.weight
+
+    def _charge_encodes(self, owners: EncodeOwners, seconds: float) -> None:
+        """Each tenant with its part of the items."""
+        total = sum(len(indices) for _, indices in owners)
+        for request, indices in owners if self.measures else ():
+            served = self._served.get(request.tenant)
+            if served is not None:
+                served.used += seconds * len(indices) / total / served.weight
 
     @property
     def _is_one_tenant(self) -> bool:
@@ -204,14 +243,16 @@ class DecodeShares:
             weights[sequence.request.tenant] = sequence.request.weight
         for tenant in [t for t, s in self._served.items() if s.until <= now]:
             del self._served[tenant]
-        # Whoever comes, or comes back, has no claim on what others used meanwhile.
-        at_work = [self._served[t].used for t in self._working & self._served.keys()]
+        # Whoever comes, or comes back, has no claim on what others used meanwhile but a credit.
+        working = self._working or set(queues.active_of)
+        at_work = [self._served[t].used for t in working & self._served.keys()]
         least = min(at_work, default=0.0)
         for tenant, count in computing.items():
             before = self._served.get(tenant)
-            used = 0.0 if before is None else before.used
-            if tenant not in self._working:
-                used = max(used, least)
+            used = least if before is None else before.used
+            if tenant not in working:
+                credited = least - CREDIT_SECONDS
+                used = credited if before is None else max(used, credited)
             until = now + LINGER_SECONDS
             self._served[tenant] = _Served(count, weights[tenant], until, used)
         self._working = set(computing)

@@ -29,7 +29,7 @@ from typing import TypeAlias
 
 from lookonce.core.encoder_connector_state import EncoderConnectorState, StagedOutput
 from lookonce.core.mm_features import MANY, next_embed
-from lookonce.core.request import ReuseStats, Sequence, SequenceState
+from lookonce.core.request import Request, Sequence, SequenceState
 from lookonce.core.scheduler_state import SchedulerState
 from lookonce.types.media import MediaFeature, Modality, ProcessedItem
 from lookonce.types.step import EncodeItem, NewSequence, ReceivedOutput, ScheduledSequence
@@ -43,7 +43,7 @@ BROUGHT_ALONG = 3
 no cost, the first in line then waits at most so many times its own encoding."""
 
 
-EncodeOwners: TypeAlias = list[tuple[ReuseStats, range]]
+EncodeOwners: TypeAlias = list[tuple[Request, range]]
 """For the encoder runs of a step, in order: the request's statistics and the feature indices. Many
 items of one request take one entry, which the garbage collector tracks at less cost."""
 
@@ -181,7 +181,7 @@ class EncoderScheduler:
             return Shortage.ENCODER_BUDGET
         if self._encoder_cache.try_allocate(key, rows, sequence.seq_id) is None:
             return Shortage.ROOM
-        step.add_encode(key, item, rows, sequence.request.reuse_stats, index)
+        step.add_encode(key, item, rows, sequence.request, index)
         return None
 
     def _acquire_new(self, sequence: Sequence, indices: range, step: StepPass) -> bool:
@@ -205,7 +205,7 @@ class EncoderScheduler:
             return False
         step.encoder.spend(total)
         step.encode += map(EncodeItem, keys, items)
-        step.encode_owners.append((request.reuse_stats, indices))
+        step.encode_owners.append((request, indices))
         for index in request.reuse_stats.listed(indices):
             request.reuse_stats.note(index, "miss")
         if self._connector is not None:
@@ -313,7 +313,7 @@ class EncoderPrefetcher:
             return None
         sequence.prefetched[index] = feature.key
         self._state.counters.encoder_prefetches += 1
-        step.add_encode(feature.key, item, rows, request.reuse_stats, index)
+        step.add_encode(feature.key, item, rows, request, index)
         return rows
 
 
@@ -352,12 +352,12 @@ class StepPass:
         """Sequences that could compute and got nothing."""
 
     def add_encode(
-        self, key: bytes, item: ProcessedItem, rows: int, stats: ReuseStats, index: int
+        self, key: bytes, item: ProcessedItem, rows: int, request: Request, index: int
     ) -> None:
-        """Encode `item`, for the feature `index` of the request that `stats` belongs to."""
+        """Encode `item`, for the feature `index` of a request."""
         self.encoder.spend(rows)
         self.encode.append(EncodeItem(key, item))
-        self.encode_owners.append((stats, range(index, index + 1)))
+        self.encode_owners.append((request, range(index, index + 1)))
 
 
 class EncoderBudget:

@@ -89,6 +89,16 @@ class Planner:
         self.encodes_from = 0.0
         """When the last plan with encoder runs was made."""
 
+    @property
+    def max_decodes(self) -> int:
+        """Most sequences that decode in one step."""
+        return self._max_tokens
+
+    @property
+    def has_starved(self) -> bool:
+        """Whether a sequence may go first in the next step, as it got nothing in the last one."""
+        return bool(self._fairness.starved)
+
     def plan(self) -> StepPlan | None:
         """The next step, or None with nothing to compute and nothing to tell the runner."""
         step = self._plan_pass()
@@ -144,13 +154,15 @@ class Planner:
         if decodes:
             self._plan_decodes(decodes, step)
         if shares.behind and not step.scheduled:
-            shares.let_all_compute()
+            shares.note_no_decodes()
         if needy is not None and step.tokens > 0 and self._try_admit(needy, step):
             first = needy
         if self._queues.has_prompts:
             if self._queues.turns.several:
                 self._plan_by_tenant(first, step)
             else:
+                if shares.behind:
+                    shares.let_more_compute()  # there is nobody else's prompt
                 self._plan_prefills(first, step)
                 self._plan_admissions(step)
             self._was_stalled = step.stalled
@@ -252,6 +264,7 @@ class Planner:
         tenants = TenantPass(
             [sequence for sequence in running if sequence is not first], self._queues.waiting
         )
+        num_before = len(step.scheduled)
         while step.tokens > 0:
             admits = not step.stalled and not (self._was_stalled and tenants.running)
             heads = {
@@ -260,7 +273,10 @@ class Planner:
                 if tenant not in self.decode_shares.behind
             }
             if not heads:
-                break
+                waited_for = len(step.scheduled) > num_before or (first and step.scheduled)
+                if waited_for or not self.decode_shares.let_more_compute():
+                    break
+                continue
             tenant = self._queues.turns.choose(heads)
             sequence = tenants.take(tenant)
             if sequence.state is SequenceState.PREFILLING:

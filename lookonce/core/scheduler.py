@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lookonce.config import SchedulerConfig
+from lookonce.core.decode_runs import DecodeRuns
 from lookonce.core.encoder_connector_state import EncoderConnectorState
 from lookonce.core.encoder_scheduling import EncodeOwners
 from lookonce.core.frame_digests import FrameDigests
@@ -92,6 +93,10 @@ class Scheduler:
         self._update = UpdateFromOutput(
             state, self._sessions, self._kv_connector, self._encoder_connector
         )
+        self.decode_runs = DecodeRuns(
+            state, self._planner, self._update.advance, stores=external is not None
+        )
+        """For simulations: many steps at once."""
 
     # --- one step -------------------------------------------------------------------------------
 
@@ -112,7 +117,7 @@ class Scheduler:
     def update_from_output(self, plan: StepPlan, result: StepResult) -> SchedulerOutput:
         """Apply what the runner computed for `plan`. Returns all output since the last call."""
         if plan.new or self._planner.decode_shares.measures:
-            self._planner.decode_shares.note_done(plan)
+            self._planner.decode_shares.note_done(plan, self._planner.encode_owners)
         self._update.update(plan, result, self._planner.encode_owners, self._planner.encodes_from)
         return self.take_output()
 
@@ -398,7 +403,7 @@ class UpdateFromOutput:
                 sequence.num_computed = entry.start + entry.num_tokens
                 advances = sequence.num_computed % block_size == 0 or sequence.state is not decoding
                 if advances:
-                    self._advance(sequence)
+                    self.advance(sequence)
                 if entry.sample:
                     logprob = None if logprobs is None else logprobs[sampled]
                     self._append_token(sequence, token_ids[sampled], logprob)
@@ -431,7 +436,7 @@ class UpdateFromOutput:
     ) -> None:
         encodes_to = encodes_from + sum(result.encode_seconds.values())
         encoder_cache = self._state.encoder_cache
-        owners = ((stats, index) for stats, indices in encode_owners for index in indices)
+        owners = ((r.reuse_stats, index) for r, indices in encode_owners for index in indices)
         for encoded, (stats, index) in zip(plan.encode, owners, strict=True):
             if encoded.key in result.failed_items:
                 continue
@@ -468,7 +473,7 @@ class UpdateFromOutput:
             if sequence is not None:
                 self._state.end(sequence.request, "error", error)
 
-    def _advance(self, sequence: Sequence) -> None:
+    def advance(self, sequence: Sequence) -> None:
         """Update what depends on computed positions; in a decode, only full blocks do."""
         self._register_blocks(sequence)
         if sequence.pending_snapshots and self._state.snapshot_planner is not None:

@@ -12,12 +12,25 @@ class EngineGroup(msgspec.Struct, frozen=True, kw_only=True):
     """What clients call the model."""
     model: str
     engines: int = 1
+    max_engines: int | None = None
+    """With this the number follows the queue's price: `engines` at least, so many at most."""
+    target_wait: float = 1.0
+    """Seconds of work at each engine that are aimed at then."""
+    upscale_delay: float = 10.0
+    downscale_delay: float = 300.0
+    """Seconds that the price has to ask for more, or fewer, engines before there are."""
     options: tuple[str, ...] = ()
     """Of `lookonce serve`, as on a command line."""
     cpus: float = 0.0
     gpus: float = 0.0
     """What Ray reserves for one engine."""
     environment: dict[str, str] = {}
+
+    def without_numbers(self) -> EngineGroup:
+        """What its engines are made of: of groups that differ in this alone none is replaced."""
+        usual = EngineGroup(name="", model="")
+        numbers = ("engines", "max_engines", "target_wait", "upscale_delay", "downscale_delay")
+        return msgspec.structs.replace(self, **{name: getattr(usual, name) for name in numbers})
 
 
 class FleetConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,6 +41,8 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True):
     port: int = 8000
     frontends: int = 1
     """Processes that share the port."""
+    frontend_resources: dict[str, float] = {}
+    """Ray's custom resources of one front-end: which machines may have any."""
     api_key_file: str | None = None
     """The same path on every machine."""
     address: str | None = None

@@ -7,8 +7,9 @@ adds and removes them. No request passes it.
     Frontend    one replica serves HTTP on the fleet's port; a handle with `EngineList` as its
                 router tells it, whenever that changes, which replicas of Engine there are
 
-Alpha APIs of ray 2.60 that are used: `RequestRouter.update_replicas`, `RequestRouterConfig`,
-`record_replica_metadata`.
+APIs of ray 2.60 that are alpha or its own: `RequestRouter.update_replicas`, `RequestRouterConfig`,
+`record_replica_metadata`; `Deployment.options(version=...)`, without which whatever is deployed
+anew is replaced, so that another number of engines would replace all front-ends.
 """
 
 from __future__ import annotations
@@ -31,22 +32,40 @@ from typing import Any
 
 import msgspec
 import ray
+import uvloop
+from blake3 import blake3
 from ray import serve
-from ray.serve.config import RequestRouterConfig
+from ray.serve.config import (
+    AutoscalingConfig,
+    AutoscalingContext,
+    AutoscalingPolicy,
+    RequestRouterConfig,
+)
 from ray.serve.request_router import FIFOMixin, RequestRouter
 
+from lookonce import __version__
 from lookonce.config import Options, resolve
 from lookonce.fleet import replicas
 from lookonce.fleet.config import EngineGroup, FleetConfig
 from lookonce.fleet.frontend import EngineAddress, Fleet, Frontend
-from lookonce.fleet.router import Router
-from lookonce.fleet.server import FrontendServer
+from lookonce.fleet.router import QueuePrice, Router, engines_wanted
+from lookonce.fleet.server import FrontendServer, ListenerOwner, listening, shared_listener
+from lookonce.fleet.subscriber import EventSubscriber
 
 logger = logging.getLogger("lookonce.fleet")
 
 APPLICATION = "lookonce"
+QUEUE_PRICE = "queue_price_seconds"
+LOOK_BACK_SECONDS = 10.0
+"""Over which the price is a mean."""
+SURGE_PERCENT = 25
+"""Of the replicas, rounded up: so many new ones start before old ones stop. Not where engines have
+GPUs: there may be none to spare."""
 START_SECONDS = 1800.0
 """An engine may load weights for so long."""
+KNOWN_SECONDS = 10.0
+"""How long a front-end that starts waits for an engine of each model before it serves: one that
+takes another's place must not refuse what that one would have served."""
 HEALTH_SECONDS = 2.0
 SERVING = re.compile(r"^Serving .* on http://(\S+)$")
 PR_SET_PDEATHSIG = 1
@@ -103,7 +122,10 @@ class Engine:
             start_new_session=True,
             preexec_fn=_end_with_parent,
         )
-        self._http = self._wait_ready()
+        http = self._wait_ready()
+        self._address = EngineAddress("", self._group.name, http, self._events, self._replay)
+        self._queue_price = QueuePrice()
+        self._subscriber: EventSubscriber | None = None
 
     def _event_addresses(self, host: str, *, local: bool) -> tuple[str, str]:
         if local:
@@ -128,9 +150,18 @@ class Engine:
 
     def record_replica_metadata(self) -> dict[str, Any]:
         """Where this engine is, for `EngineList`."""
-        address = EngineAddress("", self._group.name, self._http, self._events, self._replay)
-        told: dict[str, Any] = msgspec.to_builtins(address)
+        told: dict[str, Any] = msgspec.to_builtins(self._address)
         return told
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """The price of its queue, for `QueuePolicy`; asked for where the group has a
+        `max_engines`, and followed from then on."""
+        if self._subscriber is None:
+            topic = self._address.events_topic
+            self._subscriber = EventSubscriber(
+                self._events, self._replay, topic, self._queue_price.apply
+            )
+        return {QUEUE_PRICE: self._queue_price.seconds}
 
     def check_health(self) -> None:
         """Raises once the server has ended; it replaces its own processes by itself."""
@@ -182,7 +213,7 @@ class FrontendReplica:
     def _run(self) -> None:
         """A thread and an event loop of its own: Ray's work does not delay clients."""
         try:
-            asyncio.run(self._serve())
+            uvloop.run(self._serve())
         except BaseException as error:
             self._failure = error
             logger.exception("the front-end ended")
@@ -213,7 +244,13 @@ class FrontendReplica:
 
         replicas.LISTS.on_change = on_change
         update()
-        with listening(config.host, config.port) as listener:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(KNOWN_SECONDS):
+                await fleet.wait_served(len(self._handles))
+        listener, owner = shared_listener(config.host, config.port)
+        with listener, contextlib.ExitStack() as stack:
+            if owner is not None:
+                stack.callback(owner.close)
             self._address = "{}:{}".format(*listener.getsockname()[:2])
             self._started.set()
             await self._server.serve(sockets=[listener])
@@ -234,7 +271,7 @@ class FrontendReplica:
         """Drain."""
         with contextlib.suppress(AttributeError, RuntimeError):
             asyncio.run_coroutine_threadsafe(self._server.stop(), self._loop)
-            self._thread.join(self._config.drain_timeout + 5.0)
+            self._thread.join(self._config.drain_timeout + 10.0)
 
 
 def first_key(path: str | None) -> str | None:
@@ -248,23 +285,17 @@ def first_key(path: str | None) -> str | None:
     return None
 
 
-def listening(host: str, port: int) -> socket.socket:
-    """Front-ends of one machine share the port: the kernel divides connections among them."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-    listener.bind((host, port))
-    listener.listen(2048)
-    return listener
-
-
 # --- the application -----------------------------------------------------------------------------
 
 
 def application(config: FleetConfig) -> Any:
-    """The Ray Serve application; also for `serve run` and KubeRay."""
-    fleet = msgspec.to_builtins(config)
+    """The Ray Serve application; also for `serve run` and KubeRay.
+
+    Replicas are replaced where the version of their deployment differs: a digest of all that they
+    were made of, but for their number.
+    """
+    fleet = msgspec.to_builtins(msgspec.structs.replace(config, groups=(), frontends=1))
+    shared = [fleet, _key_file_digest(config.api_key_file), __version__]
     common: dict[str, Any] = {
         "health_check_period_s": HEALTH_SECONDS,
         "health_check_timeout_s": 30.0,
@@ -272,22 +303,75 @@ def application(config: FleetConfig) -> Any:
         "graceful_shutdown_wait_loop_s": 0.5,
     }
     handles = {}
-    for number, group in enumerate(config.groups):
+    for group in config.groups:
+        name = _deployment_name(group)
         deployment = serve.deployment(
-            name=f"{ENGINE}-{number}",
-            num_replicas=group.engines,
+            name=name,
+            **_number_of(group),
+            max_surge_percent=SURGE_PERCENT if not group.gpus else 0,
             ray_actor_options={"num_cpus": group.cpus, "num_gpus": group.gpus},
             request_router_config=RequestRouterConfig(request_router_class=EngineList),
             **common,
         )(Engine)
-        handles[f"group_{number}"] = deployment.bind(msgspec.to_builtins(group), fleet)
+        made = msgspec.to_builtins(group.without_numbers())
+        deployment = _with_version(deployment, [made, *shared])
+        handles[name] = deployment.bind(made, fleet)
     frontend = serve.deployment(
         name=FRONTEND,
         num_replicas=config.frontends,
-        ray_actor_options={"num_cpus": 0},
+        max_surge_percent=SURGE_PERCENT,
+        ray_actor_options={"num_cpus": 0, "resources": config.frontend_resources},
         **common,
     )(FrontendReplica)
-    return frontend.bind(fleet, **handles)
+    return _with_version(frontend, [sorted(handles), *shared]).bind(fleet, **handles)
+
+
+def _number_of(group: EngineGroup) -> dict[str, Any]:
+    if group.max_engines is None:
+        return {"num_replicas": group.engines}
+    policy = AutoscalingPolicy(
+        policy_function="lookonce.fleet.deploy:QueuePolicy",
+        policy_kwargs={"target_wait": group.target_wait},
+    )
+    scaling = AutoscalingConfig(
+        min_replicas=group.engines,
+        max_replicas=group.max_engines,
+        initial_replicas=group.engines,
+        upscale_delay_s=group.upscale_delay,
+        downscale_delay_s=group.downscale_delay,
+        look_back_period_s=LOOK_BACK_SECONDS,
+        metrics_interval_s=1.0,
+        policy=policy,
+    )
+    return {"autoscaling_config": scaling}
+
+
+class QueuePolicy:
+    """Ray's autoscaling by the price of the engines' queues."""
+
+    def __init__(self, target_wait: float) -> None:
+        self._target_wait = target_wait
+
+    def __call__(self, context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
+        told = (context.aggregated_metrics or {}).get(QUEUE_PRICE, {})
+        if not told:
+            return context.target_num_replicas, {}
+        return engines_wanted(list(told.values()), self._target_wait), {}
+
+
+def _deployment_name(group: EngineGroup) -> str:
+    digest = blake3(group.name.encode()).hexdigest(4)
+    return f"{ENGINE}-{re.sub('[^A-Za-z0-9]+', '-', group.name)}-{digest}"
+
+
+def _with_version(deployment: Any, made: list[Any]) -> Any:
+    digest = blake3(msgspec.json.encode(made, order="deterministic")).hexdigest()
+    return deployment.options(version=digest, _internal=True)
+
+
+def _key_file_digest(path: str | None) -> str | None:
+    """Of what stands in the file: other keys make other front-ends and engines."""
+    return None if path is None else blake3(Path(path).read_bytes()).hexdigest()
 
 
 class RunningFleet:
@@ -295,9 +379,10 @@ class RunningFleet:
 
     def __init__(self, config: FleetConfig) -> None:
         self._local = config.address is None
-        if config.port == 0:
-            with socket.create_server((config.host, 0)) as probe:
-                config = msgspec.structs.replace(config, port=probe.getsockname()[1])
+        self._owner: ListenerOwner | None = None
+        if self._local:
+            self._owner = ListenerOwner(listening(config.host, config.port))
+            config = msgspec.structs.replace(config, port=self._owner.port)
         self.config = config
         os.environ.setdefault("RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP", "1")
         ray.init(
@@ -323,6 +408,8 @@ class RunningFleet:
 
     def close(self) -> None:
         """Drain everything and end it."""
+        if self._owner is not None:
+            self._owner.close()
         with contextlib.suppress(Exception):
             serve.delete(APPLICATION)
         if self._local:

@@ -18,7 +18,7 @@ import os
 import re
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -33,7 +33,8 @@ from lookonce.fleet.engine_http import (
     EngineLostError,
     Headers,
 )
-from lookonce.fleet.identity import Identity, Processor, identify
+from lookonce.fleet.identity import Identity, Processor, identify_body
+from lookonce.fleet.metrics import engines_families, fleet_families
 from lookonce.fleet.router import EngineState, NoEngineError, Route, Router
 from lookonce.fleet.subscriber import Change, EventSubscriber
 from lookonce.frontend.responses import ErrorBody, ErrorResponse
@@ -46,6 +47,7 @@ MAX_BODY_BYTES = 512 << 20
 PROBE_SECONDS = 1.0
 """Between two looks at an engine's `/ready`."""
 PROBE_TIMEOUT = 10.0
+METRICS_TIMEOUT = 2.0
 RETRIED_STATUSES = frozenset({502, 503})
 """An engine that answers so has not begun: another one may serve the request."""
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
@@ -83,8 +85,16 @@ class EngineAddress(msgspec.Struct, frozen=True):
 class Member:
     """One engine of the fleet: its connections, its events, and whether it is ready."""
 
-    def __init__(self, address: EngineAddress, state: EngineState, key: str | None) -> None:
+    def __init__(
+        self,
+        address: EngineAddress,
+        state: EngineState,
+        key: str | None,
+        on_look: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`on_look` is called whenever it is known anew whether the engine accepts requests."""
         self.address, self.state = address, state
+        self._on_look = on_look
         self.client = EngineClient(address.http)
         self.processor = Processor()
         self.card: dict[str, Any] | None = None
@@ -112,19 +122,20 @@ class Member:
             if ready and self.card is None:
                 ready = await self._learn()
             self.state.accepts = ready and not self.draining
+            self._on_look()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(PROBE_SECONDS):
                     await self._looks.wait()
                     await asyncio.sleep(0.05)
 
     async def _is_ready(self) -> bool:
-        found = await self._get("/ready")
+        found = await self.get("/ready")
         return found is not None and found[0] == 200
 
     async def _learn(self) -> bool:
         """What the model is called and how its media are identified; whether it told."""
-        models = await self._get("/v1/models")
-        cache = await self._get("/inference/v1/media_cache")
+        models = await self.get("/v1/models")
+        cache = await self.get("/inference/v1/media_cache")
         if models is None or models[0] != 200:
             return False
         try:
@@ -137,9 +148,10 @@ class Member:
             return False
         return True
 
-    async def _get(self, path: str) -> tuple[int, bytes] | None:
+    async def get(self, path: str, timeout: float = PROBE_TIMEOUT) -> tuple[int, bytes] | None:
+        """Status and body; None where none came in time."""
         try:
-            async with asyncio.timeout(PROBE_TIMEOUT):
+            async with asyncio.timeout(timeout):
                 answer = await self.client.request("GET", path, self.headers)
                 try:
                     return answer.status, await answer.body()
@@ -157,6 +169,13 @@ class Fleet:
         self.router = router
         self._key = key
         self.members: dict[str, Member] = {}
+        self._looked = asyncio.Event()
+
+    async def wait_served(self, num_models: int) -> None:
+        """Until engines of so many models accept requests."""
+        while len({member.address.model for member in self.ready()}) < num_models:
+            self._looked.clear()
+            await self._looked.wait()
 
     def update(self, addresses: Mapping[str, EngineAddress]) -> None:
         """The engines that there are now, by name. One that is named no more gets no new requests;
@@ -174,7 +193,8 @@ class Fleet:
                 follows = address.events is not None
                 state = self.router.add_engine(name, address.model, follows=follows)
                 state.accepts = False
-                member = self.members[name] = Member(address, state, self._key)
+                member = Member(address, state, self._key, self._looked.set)
+                self.members[name] = member
                 if address.events is not None:
                     replay = address.events_replay or address.events
                     member.subscriber = EventSubscriber(
@@ -219,7 +239,6 @@ class Frontend:
         self.draining = False
         self.active = 0
         """Requests that are being served."""
-        self._idle = asyncio.Event()
         self.responses: Counter[int] = Counter()
         self.retried = 0
         self.decision_seconds = 0.0
@@ -235,8 +254,10 @@ class Frontend:
         self.active += 1
         try:
             exchange.added = list(self._guard.admit(scope))
-            asked = self._guard.preflight(scope)
-            if asked is not None and exchange.added:
+            asked = self._guard.preflight(scope) if exchange.added else None
+            if self.draining:  # the client's next request goes to another front-end
+                exchange.added.append((b"connection", b"close"))
+            if asked is not None:
                 await exchange.answer(204, [*asked], b"")
             elif scope["path"] in OWN_PATHS:
                 await self._own(exchange)
@@ -251,27 +272,13 @@ class Frontend:
             logger.exception("a request failed")
             await exchange.refuse(500, "internal", "the front-end failed to serve this request")
         finally:
-            self._end_one()
+            self.active -= 1
             self.responses[exchange.status] += 1
             exchange.close()
-
-    def _end_one(self) -> None:
-        self.active -= 1
-        if not self.active:
-            self._idle.set()
-
-    async def wait_idle(self) -> None:
-        """Until no request is being served."""
-        while self.active:
-            self._idle.clear()
-            await self._idle.wait()
 
     # --- requests for engines --------------------------------------------------------------------
 
     async def _serve(self, exchange: _Exchange) -> None:
-        if self.draining:
-            await exchange.refuse(503, "draining", "this front-end shuts down")
-            return
         body = await exchange.body()
         if body is None:
             await exchange.refuse(413, "too_large", f"a body has at most {MAX_BODY_BYTES} bytes")
@@ -291,15 +298,12 @@ class Frontend:
 
     def _identify(self, exchange: _Exchange, body: bytes) -> tuple[str, Identity]:
         """The request's id and what it refers to; of what is no JSON, nothing."""
-        given: Any = None
-        if body and exchange.header(b"content-type").startswith(b"application/json"):
-            with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):
-                given = msgspec.json.decode(body)
-        if not isinstance(given, dict):
+        if not body or not exchange.header(b"content-type").startswith(b"application/json"):
             return exchange.request_id, Identity()
         session = exchange.header(b"x-session-id").decode("latin-1") or None
-        processor = self._fleet.processor_of(given.get("model"))
-        identity = identify(given, self._tenant(exchange), processor, session)
+        given, identity = identify_body(
+            body, self._tenant(exchange), self._fleet.processor_of, session
+        )
         named = given.get("request_id")
         if isinstance(named, str) and REQUEST_ID.fullmatch(named):
             return named, identity
@@ -318,9 +322,9 @@ class Frontend:
     async def _route(
         self, exchange: _Exchange, body: bytes, request_id: str, identity: Identity
     ) -> None:
-        """To the engine of the router's choice, and where that one is lost, to another."""
-        router, failed = self._fleet.router, set[str]()
-        bare = any(medium.bare for medium in identity.media)
+        """To the engine of the router's choice. Where that one refuses, to another; where it is
+        lost before its answer has begun, once more."""
+        router, failed, lost = self._fleet.router, set[str](), 0
         while True:
             began = time.perf_counter()
             try:
@@ -330,16 +334,16 @@ class Frontend:
                 return
             self.decision_seconds += time.perf_counter() - began
             self.decisions += 1
-            again = len(failed) < (len(self._fleet.members) if bare else 1)
             try:
-                done = await self._forward(exchange, body, request_id, route, again=again)
+                done = await self._forward(exchange, body, request_id, route)
             except EngineLostError:
                 router.ended(request_id, route, failed=True)
                 if exchange.left:
                     raise _ClientLeft from None
                 if (member := self._fleet.members.get(route.engine.name)) is not None:
                     member.look()
-                if exchange.begun or not again:
+                lost += 1
+                if exchange.begun or lost > 1:
                     await exchange.refuse(503, "engine_dead", "the engine was lost")
                     return
                 done = False
@@ -365,10 +369,10 @@ class Frontend:
         await exchange.refuse(503, "no_engine", "no engine takes requests now")
 
     async def _forward(
-        self, exchange: _Exchange, body: bytes, request_id: str, route: Route, *, again: bool
+        self, exchange: _Exchange, body: bytes, request_id: str, route: Route
     ) -> bool:
         """Send to the route's engine, and hand on its answer. False: nothing was handed on, and
-        another engine may serve the request (only with `again`).
+        another engine may serve the request.
 
         Raises `EngineLostError`; the answer may have begun.
         """
@@ -378,7 +382,7 @@ class Frontend:
         began = time.monotonic()
         async with exchange.asking(member, body, request_id) as answer:
             unknown = answer.status == 422 and any(m.bare for m in route.identity.media)
-            if again and (unknown or answer.status in RETRIED_STATUSES):
+            if unknown or answer.status in RETRIED_STATUSES:
                 exchange.held = answer.status, answer.headers, await answer.body()
                 return False
             exchange.added += [
@@ -462,7 +466,7 @@ class Frontend:
     async def _own(self, exchange: _Exchange) -> None:
         json = [(b"content-type", b"application/json")]
         if exchange.path == "/metrics":
-            lines = "\n".join(self._metrics()) + "\n"
+            lines = await self._metrics()
             await exchange.answer(200, [(b"content-type", METRICS_TYPE)], lines.encode())
         elif exchange.path == "/fleet":
             await exchange.answer(200, json, msgspec.json.encode(self._state()))
@@ -502,36 +506,19 @@ class Frontend:
             "retried": self.retried,
         }
 
-    def _metrics(self) -> Iterator[str]:
-        router = self._fleet.router
-
-        def family(name: str, kind: str, text: str) -> Iterator[str]:
-            yield f"# HELP lookonce_fleet_{name} {text}"
-            yield f"# TYPE lookonce_fleet_{name} {kind}"
-
-        yield from family("routed_total", "counter", "Requests by engine and reason of the choice")
-        for (chosen, reason), count in sorted(router.routed.items()):
-            yield f'lookonce_fleet_routed_total{{engine="{chosen}",reason="{reason}"}} {count}'
-        gauges: dict[str, tuple[str, Callable[[EngineState], float]]] = {
-            "engine_ready": ("Whether it takes requests", lambda e: int(e.accepts)),
-            "engine_requests": ("Requests that it serves", lambda e: e.num_requests),
-            "engine_backlog_seconds": ("Work that waits there", lambda e: e.backlog),
+    async def _metrics(self) -> str:
+        """Its own figures, and those of the engines that answer in time."""
+        members = list(self._fleet.members.values())
+        answers = await asyncio.gather(*(m.get("/metrics", METRICS_TIMEOUT) for m in members))
+        texts = {
+            member.address.name: answer[1].decode(errors="replace")
+            for member, answer in zip(members, answers, strict=True)
+            if answer is not None and answer[0] == 200
         }
-        for name, (text, value) in gauges.items():
-            yield from family(name, "gauge", text)
-            for engine_name, engine in sorted(router.engines.items()):
-                labels = f'engine="{engine_name}",model="{engine.model}"'
-                yield f"lookonce_fleet_{name}{{{labels}}} {value(engine):g}"
-        yield from family("index_entries", "gauge", "Digests whose engines are known")
-        for what in ("blocks", "outputs", "items"):
-            yield f'lookonce_fleet_index_entries{{of="{what}"}} {len(getattr(router, what))}'
-        yield from family("retried_total", "counter", "Requests that were sent to a second engine")
-        yield f"lookonce_fleet_retried_total {self.retried}"
-        yield from family("decision_seconds_total", "counter", "Time that choosing engines took")
-        yield f"lookonce_fleet_decision_seconds_total {self.decision_seconds:.6f}"
-        yield from family("responses_total", "counter", "Answers by status")
-        for status, count in sorted(self.responses.items()):
-            yield f'lookonce_fleet_responses_total{{status="{status}"}} {count}'
+        own = fleet_families(
+            self._fleet.router, self.retried, self.decision_seconds, self.responses
+        )
+        return "\n".join([*own, *engines_families(texts)]) + "\n"
 
     # --- WebSockets ------------------------------------------------------------------------------
 
@@ -547,7 +534,7 @@ class Frontend:
             self._guard.admit(scope)
             route = self._fleet.router.route(exchange.request_id, Identity())
         except (LookOnceError, NoEngineError):
-            self._end_one()
+            self.active -= 1
             await send({"type": "websocket.close", "code": 1013})
             return
         try:
@@ -577,7 +564,7 @@ class Frontend:
         except ConnectionClosed:
             pass
         finally:
-            self._end_one()
+            self.active -= 1
             self._fleet.router.ended(exchange.request_id, route)
 
 

@@ -10,7 +10,8 @@ Chain     one digest for each piece of the prompt (a stretch of text, a media it
 from __future__ import annotations
 
 import binascii
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -20,6 +21,9 @@ from blake3 import blake3
 from lookonce.cache.identity import HashAlgorithm, frame, item_key, media_hash, scope_digest
 from lookonce.fleet.index import short
 
+BASE64_MARK = b";base64,"
+LARGE_BASE64 = 1 << 16
+"""Characters of base64 from which it is cut out of a body before that is decoded."""
 PIECE_CHARS = 1024
 """Text is cut at multiples of so many characters from its beginning."""
 PIECE_TOKENS = 256
@@ -88,14 +92,86 @@ class Identity(msgspec.Struct, frozen=True):
     """Id of a stored response or conversation that it goes on with."""
 
 
+class Payloads:
+    """Large base64 of data URLs that was cut out of a body: name → bytes, decoded from the body
+    itself. Decoding them as JSON first would take longer than all else that routing does."""
+
+    def __init__(self) -> None:
+        self._data: dict[str, bytes] = {}
+        self._prefix = f"#{os.urandom(8).hex()}-"  # no base64, and nothing that a client can name
+        self._read: set[str] = set()
+
+    def cut(self, body: bytes) -> bytes:
+        """The body with names in place of base64."""
+        kept: list[bytes | memoryview] = []
+        view, at, search = memoryview(body), 0, 0
+        while (found := body.find(BASE64_MARK, search)) >= 0:
+            start = found + len(BASE64_MARK)
+            search = end = body.find(b'"', start)
+            if end < 0:
+                break
+            if end - start < LARGE_BASE64:
+                continue
+            try:  # what is all base64 holds no escape: the quote is the end of the JSON string
+                data = pybase64.b64decode(view[start:end], validate=True)
+            except (binascii.Error, ValueError):
+                continue
+            name = f"{self._prefix}{len(self._data)}"
+            self._data[name] = data
+            kept += (view[at:start], name.encode())
+            at = end
+        return b"".join([*kept, view[at:]]) if kept else body
+
+    def get(self, name: str) -> bytes | None:
+        data = self._data.get(name)
+        if data is not None:
+            self._read.add(name)
+        return data
+
+    @property
+    def all_read(self) -> bool:
+        return len(self._read) == len(self._data)
+
+
+def identify_body(
+    body: bytes,
+    tenant: str,
+    processor_of: Callable[[Any], Processor],
+    session: str | None = None,
+) -> tuple[dict[str, Any], Identity]:
+    """The fields of a JSON body, without its large media, and what it refers to; of what is no JSON
+    object, nothing. `processor_of`: by the name of a model."""
+    payloads = Payloads()
+    given = _json_object(payloads.cut(body))
+    if not given:
+        return given, Identity()
+    identity = identify(given, tenant, processor_of(given.get("model")), session, payloads)
+    if not payloads.all_read:  # base64 in a text, for instance, whose name would say nothing of it
+        given = _json_object(body)
+        identity = identify(given, tenant, processor_of(given.get("model")), session)
+    return given, identity
+
+
+def _json_object(body: bytes) -> dict[str, Any]:
+    try:
+        given = msgspec.json.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return {}
+    return given if isinstance(given, dict) else {}
+
+
 def identify(
-    body: Mapping[str, Any], tenant: str, processor: Processor, session: str | None = None
+    body: Mapping[str, Any],
+    tenant: str,
+    processor: Processor,
+    session: str | None = None,
+    payloads: Payloads | None = None,
 ) -> Identity:
     """`body`: the decoded JSON of a request to any route. Never raises for what clients send."""
     salt = body.get("cache_salt")
     scope = scope_digest(tenant, salt if isinstance(salt, str) and salt else None)
     model = body.get("model")
-    reader = _Reader(scope, processor, body)
+    reader = _Reader(scope, processor, body, payloads or Payloads())
     reader.read()
     tokens = next(
         (body[name] for name in _MAX_TOKENS if isinstance(body.get(name), int)), None
@@ -132,7 +208,10 @@ def _digest(*fields: bytes) -> int:
 class _Reader:
     """Walks a body and collects its media and the pieces of its prompt."""
 
-    def __init__(self, scope: bytes, processor: Processor, body: Mapping[str, Any]) -> None:
+    def __init__(
+        self, scope: bytes, processor: Processor, body: Mapping[str, Any], payloads: Payloads
+    ) -> None:
+        self._payloads = payloads
         self._scope, self._processor, self._body = scope, processor, body
         options = body.get("mm_processor_kwargs")
         self._options = _encoded(options) if options else b""
@@ -193,11 +272,26 @@ class _Reader:
                 alias = _digest(b"uuid", self._scope, modality.encode(), uuid.encode())
                 return Medium(modality, alias, exact=False, bare=True)
             return Medium(modality, self._alias(_encoded(part)), exact=False)
-        if modality != "video" and not self._options:
-            data = _decoded(sent)
-            if data is not None:
-                return Medium(modality, self._key(modality, data), exact=True)
-        return Medium(modality, self._alias(modality.encode(), sent.encode()), exact=False)
+        data = self._decoded(sent)
+        if data is not None and modality != "video" and not self._options:
+            return Medium(modality, self._key(modality, data), exact=True)
+        named = sent.encode(errors="replace") if data is None else data
+        return Medium(modality, self._alias(modality.encode(), named), exact=False)
+
+    def _decoded(self, sent: str) -> bytes | None:
+        """The bytes of a data URL or of base64; None for any other URL, or what is no base64."""
+        if sent.startswith("data:"):
+            head, comma, sent = sent.partition(",")
+            if not comma or not head.endswith(";base64"):
+                return None
+            if (data := self._payloads.get(sent)) is not None:
+                return data
+        elif "://" in sent[:16]:
+            return None
+        try:
+            return bytes(pybase64.b64decode(sent, validate=True))
+        except (binascii.Error, ValueError):
+            return None
 
     def _key(self, modality: str, data: bytes) -> int:
         digest = media_hash(
@@ -259,17 +353,3 @@ def _sent_media(part: dict[str, Any]) -> Iterator[str]:
             for field in ("url", "data"):
                 if isinstance(given.get(field), str):
                     yield given[field]
-
-
-def _decoded(sent: str) -> bytes | None:
-    """The bytes of a data URL or of base64; None for any other URL, or what is no base64."""
-    if sent.startswith("data:"):
-        head, comma, sent = sent.partition(",")
-        if not comma or not head.endswith(";base64"):
-            return None
-    elif "://" in sent[:16]:
-        return None
-    try:
-        return bytes(pybase64.b64decode(sent, validate=True))
-    except (binascii.Error, ValueError):
-        return None

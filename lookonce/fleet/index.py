@@ -65,6 +65,13 @@ class DigestIndex:
             found |= parts[key >> 58].mask(key) << number * ENGINES_PER_TABLE
         return found
 
+    def holds(self, engine: int, key: int) -> bool:
+        """Whether one engine holds `key`; quicker than `holders` where there are many."""
+        table, bit = divmod(engine, ENGINES_PER_TABLE)
+        return table < len(self._tables) and bool(
+            self._tables[table][key >> 58].mask(key) >> bit & 1
+        )
+
     def held(self, engine: int) -> set[int]:
         """All keys of one engine; slow."""
         if engine // ENGINES_PER_TABLE >= len(self._tables):

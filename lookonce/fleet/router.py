@@ -6,6 +6,9 @@
                   +   processing of media that are not held there in any form
                   +   prompt tokens beyond the longest beginning that was computed there
 
+What another engine holds, and a shared tier (`--encoder-tier`, `--kv-tier`) gives faster than it is
+computed, costs what the tier takes: known once any engine has loaded something.
+
 What is computed a second time is counted `RECOMPUTED` times: it also keeps others waiting. All
 by rates that each engine measures at its warm-up and as it runs. Where nothing is reused all but
 the first line is equal, so that the least loaded engine is chosen; a picture that everybody asks
@@ -21,7 +24,7 @@ from __future__ import annotations
 import math
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from blake3 import blake3
@@ -49,6 +52,8 @@ MIN_LOADS = 4
 """Measurements after which an engine's own rates are used."""
 MIN_TOKENS = 32
 """Computed between two loads: fewer say nothing of a rate."""
+MIN_PROMPTS = 4
+"""Computed between two measurements of what a request takes."""
 RECOMPUTED = 1.5
 EQUAL_SECONDS = 1e-4
 """Prices that differ by less are equal: the engine with fewer requests is chosen."""
@@ -67,7 +72,9 @@ class Rates:
     processing: float = 0.01
     """Of one media item, from its bytes; learned from first tokens."""
     tier_output: float | None = None
-    """Of an encoder output that a shared tier gives instead; None: there is no such tier."""
+    """Of an encoder output that a shared tier gives instead; None: none has given any yet."""
+    tier_token: float | None = None
+    """Of a prompt token whose KV a shared tier gives; None: none has given any yet."""
 
 
 @dataclass(slots=True)
@@ -136,6 +143,16 @@ class EngineState:
             first=before.encoder_runs == 0,
             least=1,
         )
+        rates.tier_output = _of_tier(
+            rates.tier_output,
+            load.tier_output_seconds - before.tier_output_seconds,
+            load.tier_outputs - before.tier_outputs,
+        )
+        rates.tier_token = _of_tier(
+            rates.tier_token,
+            load.tier_token_seconds - before.tier_token_seconds,
+            load.tier_tokens - before.tier_tokens,
+        )
 
     def waiting_seconds(self) -> float:
         """Work there, of requests sent by others too."""
@@ -147,20 +164,83 @@ class EngineState:
         return self.backlog + self.others * usual
 
 
+class QueuePrice:
+    """The seconds of work that wait at one engine, from its own events; for autoscaling."""
+
+    def __init__(self) -> None:
+        self._load = EngineLoad(0, 0, 0, 0.0, 0, 0.0, 0, 0.0)
+        self._busy: float | None = None
+        """Seconds of steps at the last measurement."""
+        self._num_prompts = 0
+        """Computed since then."""
+        self._usual = 0.0
+        """Seconds that a request takes."""
+
+    def apply(self, changes: Iterable[Change]) -> None:
+        for change in changes:
+            match change:
+                case PromptComputed():
+                    self._num_prompts += 1
+                case EngineLoad():
+                    self._note(change)
+
+    def _note(self, load: EngineLoad) -> None:
+        self._load = load
+        busy = load.prompt_seconds + load.encode_seconds + load.decode_seconds
+        if self._busy is None or busy < self._busy:
+            self._busy, self._num_prompts = busy, 0
+        elif self._num_prompts >= MIN_PROMPTS:
+            measured = (busy - self._busy) / self._num_prompts
+            weight = RATE_WEIGHT if self._usual else 1.0
+            self._usual += weight * (measured - self._usual)
+            self._busy, self._num_prompts = busy, 0
+
+    @property
+    def seconds(self) -> float:
+        """Half of each running request is counted as done."""
+        return (self._load.waiting + 0.5 * self._load.running) * self._usual
+
+
+def engines_wanted(prices: Collection[float], target_wait: float) -> int:
+    """So many that each has `target_wait` seconds of the work that waits at all of them."""
+    return max(1, math.ceil(sum(prices) / target_wait))
+
+
 def _rates_of(engines: Sequence[EngineState]) -> dict[int, Rates]:
     """Engine → its rates; those of the fastest for one that has measured little. What is measured
     at the warm-up differs between equal engines, and one that gets no requests would keep it."""
     measured = [engine.rates for engine in engines if engine.num_loads >= MIN_LOADS]
     listed = measured or [engine.rates for engine in engines]
-    tiers = [rates.tier_output for rates in listed if rates.tier_output is not None]
     usual = Rates(
         min(rates.prompt_token for rates in listed),
         min(rates.encoder_run for rates in listed),
         min(rates.decoded_token for rates in listed),
         min(rates.processing for rates in listed),
-        min(tiers, default=None),
     )
-    return {e.number: e.rates if e.num_loads >= MIN_LOADS else usual for e in engines}
+    found = {e.number: e.rates if e.num_loads >= MIN_LOADS else usual for e in engines}
+    output = _least(engine.rates.tier_output for engine in engines)
+    token = _least(engine.rates.tier_token for engine in engines)
+    if output is None and token is None:
+        return found
+    return {  # one that has loaded nothing yet can load as others do
+        number: replace(
+            rates,
+            tier_output=output if rates.tier_output is None else rates.tier_output,
+            tier_token=token if rates.tier_token is None else rates.tier_token,
+        )
+        for number, rates in found.items()
+    }
+
+
+def _least(rates: Iterable[float | None]) -> float | None:
+    return min((rate for rate in rates if rate is not None), default=None)
+
+
+def _of_tier(rate: float | None, seconds: float, count: int) -> float | None:
+    if count <= 0 or seconds <= 0:
+        return rate
+    measured = seconds / count
+    return measured if rate is None else rate + RATE_WEIGHT * (measured - rate)
 
 
 def _corrected(rate: float, seconds: float, count: int, *, first: bool, least: int = 0) -> float:
@@ -415,9 +495,11 @@ class Router:
         known = self._known_pieces(identity, candidates)
         held = [(self.outputs.holders(key), self.items.holders(key)) for _, key in media]
         rates = _rates_of(candidates)
+        longest = max(known.values())
         return [
             self._work(
-                engine, rates[engine.number], identity, media, held, known[engine.number], ends
+                *(engine, rates[engine.number], identity, media, held),
+                *(known[engine.number], longest, ends),
             )
             for engine in candidates
         ]
@@ -430,10 +512,14 @@ class Router:
         media: Sequence[tuple[Medium, int]],
         held: Sequence[tuple[int, int]],
         num_known: int,
+        num_elsewhere: int,
         ends: Sequence[float],
     ) -> Work:
+        """`num_known`: pieces that this engine has computed; `num_elsewhere`: that any one has."""
         number, work = engine.number, Work()
-        covered = {piece.medium for piece in identity.pieces[:num_known]}
+        tier = rates.tier_token
+        num_held = num_known if tier is None or tier >= rates.prompt_token else num_elsewhere
+        covered = {piece.medium for piece in identity.pieces[:num_held]}
         seen: set[int] = set()
         for index, ((_, key), (outputs, items)) in enumerate(zip(media, held, strict=True)):
             if index in covered or outputs >> number & 1 or engine.expected.get(key) or key in seen:
@@ -449,7 +535,9 @@ class Router:
         total = ends[-1] if ends else 0.0
         first = ends[num_known - 1] if num_known else 0.0
         work.num_tokens, work.known_tokens = round(total), round(first)
-        work.prompt = (total - first) * rates.prompt_token
+        held_tokens = ends[num_held - 1] if num_held else 0.0
+        work.prompt = (total - held_tokens) * rates.prompt_token
+        work.prompt += (held_tokens - first) * (tier or 0.0)
         answer = self._answer_tokens
         if identity.max_tokens is not None:
             answer = min(answer, max(0, identity.max_tokens))

@@ -1,11 +1,20 @@
-"""Serves a front-end on a listening socket, with the limits of connections that a server has."""
+"""Serves a front-end on a listening socket, with the limits of connections that a server has.
+
+All front-ends of one machine accept from one listening socket: its owner hands a copy to each
+(`ListenerOwner`, `shared_listener`). What waits to be accepted is served while any of them lives,
+so that front-ends can be replaced without a refused connection.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import socket
+import struct
+import threading
 from collections.abc import Iterator
+from typing import Any
 
 import uvicorn
 
@@ -25,6 +34,89 @@ from lookonce.server.http.websocket import (
 
 TICKS_PER_SWEEP = 10
 """uvicorn ticks ten times a second."""
+BACKLOG = 2048
+"""Connections that may wait to be accepted."""
+HAND_OVER_SECONDS = 5.0
+DRAIN_IDLE_SECONDS = 5.0
+"""How long a front-end that drains leaves a connection open that has no request."""
+
+
+def listening(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    listener.bind((host, port))
+    listener.listen(BACKLOG)
+    return listener
+
+
+class ListenerOwner:
+    """Holds a listening socket and hands copies of it to this user's processes on this machine."""
+
+    def __init__(self, listener: socket.socket) -> None:
+        """Raises `OSError` where this address has an owner already."""
+        self._listener = listener
+        self._door = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self._door.bind(_owner_address(*listener.getsockname()[:2]))
+        except OSError:
+            self._door.close()
+            raise
+        self._door.listen()
+        threading.Thread(target=self._run, name="listener-owner", daemon=True).start()
+
+    @property
+    def port(self) -> int:
+        return int(self._listener.getsockname()[1])
+
+    def _run(self) -> None:
+        while True:
+            try:
+                peer, _ = self._door.accept()
+            except OSError:
+                return  # closed
+            with peer, contextlib.suppress(OSError):
+                if _is_same_user(peer):
+                    socket.send_fds(peer, [b"l"], [self._listener.fileno()])
+
+    def close(self) -> None:
+        """No copies are handed out from now on; those that were live on."""
+        with contextlib.suppress(OSError):
+            self._door.shutdown(socket.SHUT_RDWR)
+        self._door.close()
+        self._listener.close()
+
+
+def shared_listener(host: str, port: int) -> tuple[socket.socket, ListenerOwner | None]:
+    """The listening socket of this address: a copy of its owner's; where there is no owner, a new
+    one, and its owner."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as door:
+        door.settimeout(HAND_OVER_SECONDS)
+        door.connect(_owner_address(host, port))
+        if _is_same_user(door):
+            _, descriptors, _, _ = socket.recv_fds(door, 1, 1)
+            for descriptor in descriptors:
+                return socket.socket(fileno=descriptor), None
+    listener = listening(host, port)
+    try:
+        return listener, ListenerOwner(listener.dup())
+    except OSError:  # another process has become the owner meanwhile, of a socket with this port
+        return listener, None
+
+
+def _owner_address(host: str, port: int) -> str:
+    """In Linux's abstract namespace: it is free again when its owner has ended."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    resolved: Any = socket.getaddrinfo(host, port, family, socket.SOCK_STREAM)[0][4]
+    return f"\0lookonce-fleet/{os.getuid()}/{resolved[0]}/{resolved[1]}"
+
+
+def _is_same_user(peer: socket.socket) -> bool:
+    """An abstract address can be taken by anybody."""
+    size = struct.calcsize("3i")
+    _, user, _ = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
+    return bool(user == os.getuid())
 
 
 class FrontendServer(uvicorn.Server):
@@ -53,11 +145,15 @@ class FrontendServer(uvicorn.Server):
         self._connections = Connections(config.connections, root_path=config.root_path)
 
     async def stop(self) -> None:
-        """Refuse new requests, and end when those that are served are answered."""
+        """Accept no connections, and end when those that are open have ended: each after the
+        answer to its next request, or when it had none for `DRAIN_IDLE_SECONDS`."""
         self._frontend.draining = True
+        for server in self.servers:
+            server.close()
+        self._connections.drain(DRAIN_IDLE_SECONDS)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._drain_timeout):
-                await self._frontend.wait_idle()
+                await self._connections.wait_none()
         self.should_exit = True
 
     @contextlib.contextmanager

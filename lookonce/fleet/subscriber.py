@@ -68,6 +68,10 @@ class EngineLoad(msgspec.Struct, frozen=True, gc=False):
     encode_seconds: float
     decoded_tokens: int
     decode_seconds: float
+    tier_tokens: int = 0
+    tier_token_seconds: float = 0.0
+    tier_outputs: int = 0
+    tier_output_seconds: float = 0.0
 
 
 Change: TypeAlias = Added | Gone | AllGone | PromptComputed | EngineLoad

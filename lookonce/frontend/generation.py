@@ -101,6 +101,10 @@ class PromptGeneration:
         self.reasons: list[str] = []
         """Why samples finished, in the order in which they did."""
         self._first_reason = ""
+        self.recorded: list[int] | None = None
+        """Tokens of the first sample, where somebody wants them."""
+        self.first_delta = 0.0
+        """When the first tokens came, `time.monotonic()`; 0 before."""
         self.started = self.ended = 0.0
         """When the engine was asked, and when its last delta came; `time.monotonic()`."""
 
@@ -157,6 +161,8 @@ class PromptGeneration:
         if detokenizer.stopped is not None:
             finish_reason, stop_reason = "stop", detokenizer.stopped
         num_tokens = detokenizer.num_tokens - taken_before
+        if self.recorded is not None and delta.index == 0:
+            self.recorded += delta.token_ids[:num_tokens]
         self.completion_tokens += num_tokens
         if finish_reason is not None:
             self._close_sample(delta.index, finish_reason)
@@ -189,6 +195,7 @@ class PromptGeneration:
             metrics.delivered(now - before, len(delta.token_ids))
         else:
             if not self._last_delta:
+                self.first_delta = now
                 metrics.time_to_first_token.observe(now - self._arrival)
                 metrics.prompt_tokens.inc(self.rendered.num_tokens)
             metrics.generation_tokens.inc(len(delta.token_ids))

@@ -43,12 +43,22 @@ def offered_items(
     given: Mapping[Modality, Sequence[T]],
     reader: Callable[[T], ReadArrays],
 ) -> list[Offered]:
-    """The items one by one. Raises `BadRequestError` where names and items do not match."""
+    """The items one by one. Raises `BadRequestError` where names and items do not match, and for a
+    name that is no text."""
     if names.keys() != given.keys():
         raise BadRequestError("hashes and items must be of the same modalities", param="mm_hashes")
     offered = []
     for modality, hashes in names.items():
-        if modality not in MODALITIES or len(hashes) != len(given[modality]):
+        if modality not in MODALITIES:
+            raise BadRequestError(
+                f"mm_hashes: {str(modality)[:40]!r} is not one of {', '.join(MODALITIES)}",
+                param="mm_hashes",
+            )
+        if isinstance(hashes, str) or not all(isinstance(name, str) for name in hashes):
+            raise BadRequestError(
+                f"mm_hashes.{modality}: a list of texts is needed", param=f"mm_hashes.{modality}"
+            )
+        if len(hashes) != len(given[modality]):
             raise BadRequestError(
                 f"mm_hashes.{modality}: {len(hashes)} hashes for {len(given[modality])} items",
                 param=f"mm_hashes.{modality}",

@@ -24,7 +24,7 @@ def require_generates(model: ModelInfo) -> None:
     """Raises `BadRequestError` for a model that pools."""
     if model.pooling is not None:
         routes = "/v1/score, /v1/rerank or /pooling"
-        if model.pooling.kind not in ("all", "sparse") and not model.pooling.scores:
+        if model.pooling.embeds:
             routes = "/v1/embeddings"
         kind = "scores" if model.pooling.scores else "embeddings"
         raise BadRequestError(
@@ -118,7 +118,7 @@ def overlap(first: Floats, second: Floats) -> float:
     return float(first[left, 1] @ second[right, 1])
 
 
-def encoded(found: Floats, encoding_format: str) -> list[float] | str:
+def encoded(found: Floats, encoding_format: str | None) -> list[float] | str:
     """One vector [W] as a client asked for it."""
     if encoding_format == "base64":
         return base64_of(found)

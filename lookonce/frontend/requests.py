@@ -135,8 +135,8 @@ class Reasoning(msgspec.Struct, kw_only=True):
 
 
 class StreamOptions(msgspec.Struct):
-    include_usage: bool = False
-    continuous_usage_stats: bool = False
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
     """vLLM's: with `include_usage`, every chunk has the usage so far."""
     include_obfuscation: bool | None = None
     """OpenAI's padding of events, which is never added here."""
@@ -205,7 +205,8 @@ class PoolingFields(RefusesUnsupported, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     use_activation: bool | None = None
-    """vLLM's: scores are probabilities (the default), or logits."""
+    """vLLM's: scores are probabilities (the default), or logits; of embeddings it is `normalize`,
+    which comes first."""
 
     priority: Raw = NOTHING
     truncate_prompt_tokens: Raw = NOTHING
@@ -220,7 +221,8 @@ class EmbeddingsRequest(PoolingFields, kw_only=True):
     """A text, token ids, or a list of either."""
     messages: list[dict[str, Any]] | None = None
     """One input, in which media may be."""
-    encoding_format: Literal["float", "base64"] = "float"
+    encoding_format: Literal["float", "base64"] | None = None
+    """None: float."""
     dimensions: int | None = None
     """Leading numbers of each vector to keep."""
     normalize: bool | None = None
@@ -238,7 +240,7 @@ class PoolingRequest(EmbeddingsRequest, kw_only=True):
     """`POST /pooling`: as for embeddings; every vector of an input is answered."""
 
     task: str | None = None
-    """vLLM's: what is wanted; the model has one answer."""
+    """vLLM's: what is wanted, which must be what the model gives."""
 
 
 Compared = str | dict[str, Any]
@@ -262,7 +264,9 @@ class RerankRequest(PoolingFields, kw_only=True):
     query: Compared
     documents: list[Compared]
     top_n: int | None = None
-    return_documents: bool = True
+    """None and, as vLLM's, 0: all."""
+    return_documents: bool | None = None
+    """None: as true."""
 
     rank_fields: Raw = NOTHING
     max_chunks_per_doc: Raw = NOTHING

@@ -84,7 +84,7 @@ def default_sampling(defaults: SamplingDefaults) -> SamplingParams:
 
 def chat_sampling(request: ChatRequest, defaults: SamplingDefaults) -> SamplingParams:
     """Raises `BadRequestError` naming the field."""
-    if request.top_logprobs is not None and not request.logprobs:
+    if request.top_logprobs and not request.logprobs:
         raise BadRequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
     _check_best_of(request)
     limit = asked_limit(request)

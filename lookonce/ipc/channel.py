@@ -134,6 +134,8 @@ class ClientChannel:
         self._flow = FlowControl(max_bytes_in_flight)
         self._in_flight: deque[tuple[int, int]] = deque()
         """`(seq, bytes)` of the messages the engine has not received yet, oldest first."""
+        self._awaited: deque[tuple[int, asyncio.Future[None]]] = deque()
+        """`(seq, waiter)` of `wait_received`, oldest first."""
         self._encoder = MessageEncoder()
         self._decoder = engine_message_decoder()
         self._up = False
@@ -149,7 +151,9 @@ class ClientChannel:
 
     def close(self) -> None:
         self._up = False
-        self._flow.fail(EngineDeadError("the channel to the engine is closed"))
+        error = EngineDeadError("the channel to the engine is closed")
+        self._flow.fail(error)
+        self._fail_awaited(error)
         self._link.close()
 
     @asynccontextmanager
@@ -164,6 +168,14 @@ class ClientChannel:
             yield
         finally:
             flow.release(nbytes)
+
+    async def wait_received(self) -> None:
+        """Returns once the engine has received all that was sent and is counted (`COUNTED`); it has
+        told other API processes of new items by then. Raises `EngineDeadError`."""
+        if self._in_flight:
+            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._awaited.append((self._in_flight[-1][0], waiter))
+            await waiter
 
     def expect_fds(self, expected: bool) -> None:
         """Whether messages with descriptors may come from now on (`ClientLink.expect_fds`)."""
@@ -191,7 +203,9 @@ class ClientChannel:
         self._up = False
         self._in_flight.clear()
         stale, self._flow = self._flow, FlowControl(self._capacity)
-        stale.fail(EngineDeadError("the engine went away"))
+        error = EngineDeadError("the engine went away")
+        stale.fail(error)
+        self._fail_awaited(error)
         self._listener.disconnected()
 
     def link_frames(self, frames: Sequence[Buffer], fds: Sequence[int] = ()) -> None:
@@ -215,6 +229,16 @@ class ClientChannel:
     def _free(self, seq: int) -> None:
         while self._in_flight and self._in_flight[0][0] <= seq:
             self._flow.release(self._in_flight.popleft()[1])
+        while self._awaited and self._awaited[0][0] <= seq:
+            _, waiter = self._awaited.popleft()
+            if not waiter.done():
+                waiter.set_result(None)
+
+    def _fail_awaited(self, error: EngineDeadError) -> None:
+        for _, waiter in self._awaited:
+            if not waiter.done():
+                waiter.set_exception(error)
+        self._awaited.clear()
 
 
 class FlowControl:

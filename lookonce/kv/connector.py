@@ -52,8 +52,10 @@ class KVConnector:
         *,
         policy: KVLoadPolicy = "auto",
         wake: Callable[[], None] = lambda: None,
+        transfers: Callable[..., Transfers] = Transfers,
         **limits: float,
     ) -> None:
+        """`transfers` makes the workers; a simulation has others."""
         self.wake = wake
         self._chain = chain
         self._policy = policy
@@ -66,7 +68,7 @@ class KVConnector:
         self._num_tickets = 0
         self._queries = self._hits = self._matched = 0
         self._num_unknown = 0
-        self._workers = Transfers(chain, pages, self._tell, **limits)  # type: ignore[arg-type]
+        self._workers = transfers(chain, pages, self._tell, **limits)
 
     # --- a request's way ------------------------------------------------------------------------
 

@@ -3,6 +3,8 @@
     layers[i].keys    [num_blocks, block_size, Hkv, D]
     layers[i].values  [num_blocks, block_size, Hkv, D]
 
+With latents (`attention.latent`) keys and values are the same memory.
+
 Block `b` holds the same tokens in every layer. Position `p` of a sequence with block table `table`
 lives in block `table[p // block_size]`, row `p % block_size`; `slot = block * block_size + row`.
 The scheduler assigns blocks to sequences; these classes know no sequences.
@@ -31,11 +33,17 @@ class LayerPages(NamedTuple):
 
 
 def kv_layout(
-    num_layers: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+    num_layers: int,
+    block_size: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    *,
+    shared: bool = False,
 ) -> KVLayout:
-    """The layout of one block of `dtype`."""
+    """The layout of one block of `dtype`. `shared`: keys are the values as well."""
     dtype_name = str(dtype).removeprefix("torch.")
-    return KVLayout(num_layers, block_size, num_kv_heads, head_dim, dtype_name)
+    return KVLayout(num_layers, block_size, num_kv_heads, head_dim, dtype_name, shared)
 
 
 class KVPages:
@@ -58,10 +66,12 @@ class KVPages:
         self.block_size = layout.block_size
         shape = (num_blocks, layout.block_size, layout.num_kv_heads, layout.head_dim)
         dtype = getattr(torch, layout.dtype)
-        self.layers = tuple(
-            LayerPages(zeros(shape, dtype, device), zeros(shape, dtype, device))
-            for _ in range(layout.num_layers)
-        )
+        self.pages = tuple(zeros(shape, dtype, device) for _ in range(layout.num_pages))
+        """Of each layer, one after the other, what `KVLayout` says that a block holds."""
+        keys, values = self.pages, self.pages
+        if not layout.shared:
+            keys, values = self.pages[::2], self.pages[1::2]
+        self.layers = tuple(LayerPages(*pair) for pair in zip(keys, values, strict=True))
         self._numbers = layer_numbers
 
     @property
@@ -74,7 +84,7 @@ class KVPages:
     @property
     def num_bytes(self) -> int:
         """Bytes of all pages of all layers."""
-        return sum(page.nbytes for layer in self.layers for page in layer)
+        return sum(page.nbytes for page in self.pages)
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Tensor:
@@ -98,7 +108,7 @@ class PageCopier:
     """
 
     def __init__(self, pages: KVPages) -> None:
-        self._pages = [page for layer in pages.layers for page in layer]
+        self._pages = list(pages.pages)
         self._device = self._pages[0].device
         self._dtype = self._pages[0].dtype
         self.layout = pages.layout

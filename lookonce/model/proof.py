@@ -79,24 +79,41 @@ class ProofPrompt(NamedTuple):
 def prove(family: GeneralTextFamily, dtype: torch.dtype, device: torch.device) -> float:
     """Compare, and set `logit_scale`; the error found, as `LARGEST_ERROR` measures it.
 
-    Raises `ModelLoadError` where that is exceeded, or where either way cannot be run.
+    Layers with states are tried on whole chunks, and where that differs on one token after the
+    other (`mixes_by_token`). Raises `ModelLoadError` where `LARGEST_ERROR` is exceeded, or where
+    the model cannot be run in ours or in transformers' way.
     """
     prompts = [_prompt(family, length, seed) for seed, length in enumerate(LENGTHS)]
     with _short_windows(family, SHORT_WINDOW):
         theirs = torch.cat(_transformers_logits(family, prompts, device))
-        ours = torch.cat(_our_logits(family, prompts, CUTS, dtype, device))
-    family.logit_scale = _scale(family, ours, theirs)
-    if (cap := family.final_softcap) is None:
-        ours = ours * family.logit_scale
-    elif family.logit_scale != 1.0:
-        ours = cap * torch.tanh(_before_softcap(ours, cap) * family.logit_scale / cap)
-    found = _error(ours, theirs)
+        found = _text_error(family, prompts, theirs, dtype, device)
+        if not found <= LARGEST_ERROR[dtype] and family.states:
+            family.mixes_by_token = True
+            found = _text_error(family, prompts, theirs, dtype, device)
     if not found <= LARGEST_ERROR[dtype]:
         raise family.unservable(
             f"computed in chunks, its logits differ from transformers' by {found:.2g} of their "
             "spread"
         )
     return found
+
+
+def _text_error(
+    family: GeneralTextFamily,
+    prompts: Sequence[ProofPrompt],
+    theirs: Tensor,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> float:
+    """The error of the prompts' logits, all of which are `theirs`; sets `logit_scale`."""
+    family.logit_scale = 1.0
+    ours = torch.cat(_our_logits(family, prompts, CUTS, dtype, device))
+    family.logit_scale = _scale(family, ours, theirs)
+    if (cap := family.final_softcap) is None:
+        ours = ours * family.logit_scale
+    elif family.logit_scale != 1.0:
+        ours = cap * torch.tanh(_before_softcap(ours, cap) * family.logit_scale / cap)
+    return _error(ours, theirs)
 
 
 @torch.inference_mode()
@@ -311,8 +328,12 @@ def _our_logits(
             continue
         inputs, rows = _step_inputs(family, chunks, tables, builder, device)
         if pool is not None:
-            state_chunks = [StateChunk(chunk.number, chunk.length) for chunk in chunks]
-            inputs = dataclasses.replace(inputs, states=StepStates(pool, state_chunks))
+            state_chunks = [
+                StateChunk(chunk.number, chunk.length, is_first=chunk.start == 0)
+                for chunk in chunks
+            ]
+            states = StepStates(pool, state_chunks, by_token=family.mixes_by_token)
+            inputs = dataclasses.replace(inputs, states=states)
         try:
             computed = text.hidden_states(inputs, rows)
         except FORWARD_ERRORS as error:

@@ -293,10 +293,17 @@ class Runner:
         inputs = self._inputs.build(chunks)
         if self._states is not None:
             parts = [
-                StateChunk(self._batch.row_of(chunk.seq_id), chunk.num_tokens, chunk.snapshots)
+                StateChunk(
+                    self._batch.row_of(chunk.seq_id),
+                    chunk.num_tokens,
+                    chunk.snapshots,
+                    is_first=chunk.start == 0,
+                )
                 for chunk in chunks
             ]
-            inputs = dataclasses.replace(inputs, states=StepStates(self._states, parts))
+            inputs = dataclasses.replace(
+                inputs, states=StepStates(self._states, parts, by_token=self._family.mixes_by_token)
+            )
         found = None if self.frame_rows is None else self.frame_rows.rows(chunks)
         if found is None:
             return inputs

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -198,6 +198,8 @@ class StateChunk(NamedTuple):
     num_tokens: int
     snapshots: tuple[tuple[int, int], ...] = ()
     """(tokens, snapshot): where the state after so many of the tokens is kept, too. Ascending."""
+    is_first: bool = False
+    """It begins at the sequence's first token."""
 
 
 class _Part(NamedTuple):
@@ -213,7 +215,11 @@ class _Part(NamedTuple):
 class StepStates(StateCache):
     """The states of all sequences of a step, in the order of its tokens."""
 
-    def __init__(self, pool: StatePool, chunks: Sequence[StateChunk]) -> None:
+    def __init__(
+        self, pool: StatePool, chunks: Sequence[StateChunk], *, by_token: bool = False
+    ) -> None:
+        """`by_token`: mixers go on after a state with one token alone (Jamba's, in transformers,
+        begin longer chunks without one)."""
         super().__init__()
         self._pool = pool
         self._chunks = chunks
@@ -226,7 +232,9 @@ class StepStates(StateCache):
             self._parts.append(_Part(at, states))
         for start, chunk in zip(starts, chunks, strict=False):
             if chunk.num_tokens > 1:
-                self._parts += _parts_of(chunk, start, SequenceStates(pool, [chunk.row]))
+                states = SequenceStates(pool, [chunk.row])
+                parts = _parts_of(chunk, start, states)
+                self._parts += _by_token(parts, chunk) if by_token else parts
         self._only_single = len(single) == len(chunks)
 
     def mix(self, layer: int, mixer: Mixer, hidden: Tensor) -> Tensor:
@@ -266,6 +274,18 @@ def _parts_of(chunk: StateChunk, start: int, states: SequenceStates) -> Iterator
         done = num_tokens
     if done < chunk.num_tokens:
         yield _Part(slice(start + done, start + chunk.num_tokens), states)
+
+
+def _by_token(parts: Iterable[_Part], chunk: StateChunk) -> Iterator[_Part]:
+    """Each part cut into single tokens, but the first one of a sequence."""
+    for number, part in enumerate(parts):
+        assert isinstance(part.at, slice)
+        if chunk.is_first and not number:
+            yield part
+            continue
+        for at in range(part.at.start, part.at.stop):
+            snapshot = part.snapshot if at + 1 == part.at.stop else None
+            yield _Part(slice(at, at + 1), part.states, snapshot)
 
 
 Mixer = Callable[[Tensor, SequenceStates], Tensor]
@@ -356,6 +376,14 @@ class StateObserver(DynamicCache):  # type: ignore[misc]
             recurrent_states, layer_idx, state_idx, **kwargs
         )
         return state
+
+    @property
+    def missed(self) -> bool:
+        """Whether a layer with a state in transformers' cache has kept it elsewhere."""
+        return any(
+            isinstance(layer, LinearAttentionCacheLayerMixin) and number not in self._mixers
+            for number, layer in enumerate(self.layers)
+        )
 
     def split_steps(self) -> StateLayout:
         """From now on the mixers that were seen compute the sequences of a step apart; returns the

@@ -152,6 +152,10 @@ class Renderer:
 
     # --- prompts ------------------------------------------------------------------------------
 
+    async def loop_turn(self, tenant: str, nbytes: int) -> None:
+        """Wait for the tenant's turn to hold the event loop with so many bytes."""
+        await self._encoder.loop_turns.turn(tenant, nbytes)
+
     async def in_turn_if(self, large: bool, tenant: str, work: Callable[[], T]) -> T:
         """The result of `work` on what a client sent: where that is `large` in a thread, when it is
         the tenant's turn beside its long texts. Raises `QueueFullError` and what `work` raises."""
@@ -805,6 +809,7 @@ async def open_renderer(
                 algorithm=media.hash_algorithm,
                 stats=RenderStats(loader.fetched, share.counts),
                 claims=share.claims,
+                turns=encoder.loop_turns,
             )
             resolver.stats.show(encoder.placeholder_ids)
         yield Renderer(

@@ -20,13 +20,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import secrets
 import sqlite3
+import threading
 import time
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from hashlib import sha256
 from itertools import accumulate
 from pathlib import Path
@@ -39,9 +43,11 @@ from lookonce.errors import (
     BadRequestError,
     ConfigError,
     NotFoundError,
+    QueueFullError,
     TooLargeError,
     UnavailableError,
 )
+from lookonce.types.fair_queue import FairQueue, TenantWeights
 
 logger = logging.getLogger("lookonce.server")
 
@@ -62,7 +68,7 @@ ENTRY_BYTES = 48
 LARGEST_SHARE = 4
 """New items of one request may have this part of `max_bytes`."""
 LARGEST_CONTEXT = 128 << 20
-LARGEST_PAGE = 32 << 20
+LARGEST_PAGE = 8 << 20
 """Bytes of items that are read at a time: a text that many items share is stored once, but read as
 often as it stands in them."""
 OBJECT_BYTES = 8
@@ -74,6 +80,10 @@ one has a byte in msgpack, and 64 in memory."""
 MOST_ENTRIES = 65_536
 """Items of one response or conversation: more would fit no model."""
 BUSY_SECONDS = 10.0
+MAX_CALLS = 256
+"""Calls of one tenant that may wait; more are refused with 429."""
+QUANTUM_MS = 5
+"""Milliseconds that a tenant may use the file before the next one's turn."""
 SWEEP_SECONDS = 300.0
 UNFINISHED_SECONDS = 86_400.0
 """After so long a response that was never finished belonged to a process that died."""
@@ -401,13 +411,16 @@ class ResponseDatabase:
             self._sql.execute("UPDATE owners SET body = ? WHERE number = ?", (body, owner))
             self._make_room(owner)
 
-    def add_to_conversation(self, tenant: str, conversation_id: str, items: Sequence[Json]) -> None:
-        """Raises `NotFoundError`, `TooLargeError`."""
+    def add_to_conversation(
+        self, tenant: str, conversation_id: str, items: Sequence[Json]
+    ) -> list[Json]:
+        """The items with the ids that they have now. Raises `NotFoundError`, `TooLargeError`."""
         with self._transaction():
             owner = self._find(tenant, "conversation", conversation_id, "conversation_id")
             self._touch(owner)
-            self._add_items(tenant, owner, items, at=self._end(owner))
+            added = self._add_items(tenant, owner, items, at=self._end(owner))
             self._make_room(owner)
+            return added
 
     def conversation_item(self, tenant: str, conversation_id: str, item_id: str) -> Json:
         """Raises `NotFoundError`."""
@@ -560,7 +573,9 @@ class ResponseDatabase:
 
     def _add_items(
         self, tenant: str, owner: int, items: Sequence[Json], *, at: int, output: bool = False
-    ) -> None:
+    ) -> list[Json]:
+        """The items as they were added: an input whose id another item of the owner has gets a new
+        one."""
         held = self._number("SELECT count(*) FROM entries WHERE owner = ?", owner)
         if held + len(items) > MOST_ENTRIES:
             raise TooLargeError(
@@ -568,7 +583,8 @@ class ResponseDatabase:
                 param="input",
             )
         size = 0
-        for position, item in enumerate(items, at):
+        added_items = list(items) if output else self._with_new_ids(owner, items)
+        for position, item in enumerate(added_items, at):
             blobs: set[int] = set()
             try:
                 body = msgspec.msgpack.encode(self._without_long_texts(tenant, item, blobs))
@@ -598,6 +614,24 @@ class ResponseDatabase:
                 "INSERT INTO entries VALUES (?, ?, ?, ?)",
                 (owner, position, added.lastrowid, output),
             )
+        return added_items
+
+    def _with_new_ids(self, owner: int, items: Sequence[Json]) -> list[Json]:
+        """A client may send an item again under its id. Pages follow the item that `after` names,
+        so an id stands for one item of an owner."""
+        rows = self._sql.execute(
+            "SELECT items.id FROM entries JOIN items ON items.number = item WHERE owner = ?",
+            (owner,),
+        )
+        taken = {row[0] for row in rows}
+        result = []
+        for item in items:
+            if item["id"] in taken:
+                kind = item["id"].partition("_")[0]
+                item = {**item, "id": f"{kind[:16]}_{secrets.token_hex(16)}"}
+            taken.add(item["id"])
+            result.append(item)
+        return result
 
     def _without_long_texts(self, tenant: str, value: Any, blobs: set[int]) -> Any:
         """`value` with a blob's number for each long text; the numbers are added to `blobs`. A text
@@ -671,51 +705,100 @@ def _statements(script: str) -> Iterator[str]:
             statement = ""
 
 
-class ResponseStore:
-    """A `ResponseDatabase` in a thread of its own."""
+@dataclass(eq=False, slots=True)
+class _Call:
+    work: Callable[[], Any]
+    result: Future[Any]
 
-    def __init__(self, database: ResponseDatabase) -> None:
+
+class ResponseStore:
+    """A `ResponseDatabase` in a thread of its own, at which tenants take turns by the time that
+    their calls took."""
+
+    def __init__(
+        self,
+        database: ResponseDatabase,
+        weights: TenantWeights | None = None,
+        max_waiting: int = MAX_CALLS,
+    ) -> None:
+        """`max_waiting`: of one tenant's calls."""
         self._database = database
+        self._max_waiting = max_waiting
         self._thread = ThreadPoolExecutor(1, "response-store")
+        self._lock = threading.Lock()
+        """Guards what the thread and the event loop share: all below."""
+        self._queue: FairQueue[_Call] = FairQueue(QUANTUM_MS, weights)
+        self._waiting = Counter[str]()
 
     async def call(
         self,
-        method: Callable[Concatenate[ResponseDatabase, P], T],
+        method: Callable[Concatenate[ResponseDatabase, str, P], T],
+        tenant: str,
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> T:
-        """Raises what `method` raises; `UnavailableError` where the file cannot be used."""
-        return await asyncio.wrap_future(self._submit(method, *args, **kwargs))
+        """Raises what `method` raises; `UnavailableError` where the file cannot be used,
+        `QueueFullError` where too many calls of the tenant wait. What ends a response is never
+        refused."""
+        waiting = self.num_waiting(tenant)
+        if waiting >= self._max_waiting and method != ResponseDatabase.finish:
+            raise QueueFullError(
+                f"{waiting} of your requests wait for stored responses, the most that may"
+            )
+        work = partial(method, self._database, tenant, *args, **kwargs)
+        return await asyncio.wrap_future(self._submit(tenant, work))
 
-    def later(
-        self,
-        method: Callable[Concatenate[ResponseDatabase, P], T],
-        *args: P.args,
-        **kwargs: P.kwargs,
-    ) -> None:
-        """The same without waiting; failures are logged."""
-        self._submit(method, *args, **kwargs)
+    def num_waiting(self, tenant: str) -> int:
+        """Its calls that have not begun."""
+        with self._lock:
+            return self._waiting.get(tenant, 0)
 
-    def _submit(
-        self,
-        method: Callable[Concatenate[ResponseDatabase, P], T],
-        *args: P.args,
-        **kwargs: P.kwargs,
-    ) -> Future[T]:
-        def run() -> T:
-            try:
-                return method(self._database, *args, **kwargs)
-            except sqlite3.Error as error:
-                logger.error("stored responses cannot be used: %s", error)
-                raise UnavailableError("stored responses cannot be used now") from error
+    def discard_later(self, tenant: str, response_id: str) -> None:
+        """Without waiting; failures are logged."""
+        self._submit(tenant, partial(self._database.discard, tenant, response_id))
 
-        return self._thread.submit(run)
+    async def sweep(self) -> None:
+        await asyncio.wrap_future(self._submit("", self._database.sweep))
+
+    def _submit(self, tenant: str, work: Callable[[], T]) -> Future[T]:
+        call = _Call(work, Future())
+        with self._lock:
+            self._queue.push(tenant, call, 1)
+            self._waiting[tenant] += 1
+        self._thread.submit(self._run_next)
+        return call.result
+
+    def _run_next(self) -> None:
+        """In the thread, once for each call, though perhaps for another one."""
+        with self._lock:
+            found = self._queue.pop()
+            assert found is not None, "there are as many runs as calls"
+            tenant, call = found
+            self._waiting[tenant] -= 1
+            if not self._waiting[tenant]:
+                del self._waiting[tenant]
+        if not call.result.set_running_or_notify_cancel():
+            return
+        began = time.monotonic()
+        try:
+            result = call.work()
+        except sqlite3.Error as error:
+            logger.error("stored responses cannot be used: %s", error)
+            unavailable = UnavailableError("stored responses cannot be used now")
+            unavailable.__cause__ = error
+            call.result.set_exception(unavailable)
+        except BaseException as error:  # noqa: BLE001  it is its caller's
+            call.result.set_exception(error)
+        else:
+            call.result.set_result(result)
+        with self._lock:
+            self._queue.settle(tenant, 1000 * (time.monotonic() - began) - 1)
 
     async def sweep_forever(self) -> None:
         while True:
             await asyncio.sleep(SWEEP_SECONDS)
             with suppress(UnavailableError):
-                await self.call(ResponseDatabase.sweep)
+                await self.sweep()
 
     def close(self) -> None:
         self._thread.shutdown()
@@ -724,7 +807,7 @@ class ResponseStore:
 
 @asynccontextmanager
 async def open_response_store(
-    config: ResponseStoreConfig, folder: Path
+    config: ResponseStoreConfig, folder: Path, weights: TenantWeights | None = None
 ) -> AsyncIterator[ResponseStore | None]:
     """In `folder` unless the configuration names a file; None where nothing shall be stored.
 
@@ -739,9 +822,9 @@ async def open_response_store(
         max_age=config.max_age,
         durable=config.file is not None,
     )
-    store = ResponseStore(database)
+    store = ResponseStore(database, weights)
     try:
-        await store.call(ResponseDatabase.sweep)
+        await store.sweep()
         sweeper = asyncio.create_task(store.sweep_forever())
         try:
             yield store

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Self
 from prometheus_client.core import Metric
 from starlette.types import Scope
 
-from lookonce.config import ApiKey, Config, ServerConfig, key_digest
+from lookonce.config import ApiKey, Config, RequestLogConfig, ServerConfig, key_digest
 from lookonce.errors import (
     DrainingError,
     EngineDeadError,
@@ -37,10 +37,12 @@ from lookonce.server.http.request_guard import RequestGuard
 from lookonce.server.http.unknown_fields import UnknownFields
 from lookonce.server.rate_limits import NO_LIMITS, RateLimits, RequestUsage
 from lookonce.server.realtime_sessions import RealtimeSessions
+from lookonce.server.request_log import RequestLog
 from lookonce.server.response_store import ResponseStore, open_response_store
 from lookonce.server.shared_counts import SharedCounts
 from lookonce.types.counts import Counts, Values
 from lookonce.types.fair_queue import TenantWeights
+from lookonce.types.held_bytes import TenantBytes
 
 if TYPE_CHECKING:
     from lookonce.server.tracing import Tracer
@@ -48,6 +50,9 @@ if TYPE_CHECKING:
 KEY_SUBPROTOCOL = "openai-insecure-api-key."
 """Before the API key that the client of a WebSocket offers as a subprotocol."""
 
+LARGEST_BODIES_HELD = 8
+"""How many of the largest bodies the requests of a process may have together, with media that were
+fetched for them; where there are several tenants, each may have half of it."""
 MAX_WAIT_SECONDS = 3600.0
 """After which it is looked again whether a key has expired: the clock may have been set."""
 Abort = Callable[[], Awaitable[None]]
@@ -94,6 +99,8 @@ class KeyRing:
         """Accept these keys from now on. Requests that are running are not disturbed; sessions of
         other keys end."""
         self._keys = [(bytes.fromhex(key.digest), key, _principal(key)) for key in keys]
+        self.are_of_several = len({key.tenant for key in keys}) > 1
+        """Whether there are keys of more than one tenant."""
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
@@ -244,6 +251,8 @@ class Services(Frontend):
     responses: ResponseStore | None = None
     """Stored responses and conversations; None: nothing is stored."""
     savings: Savings = field(default_factory=Savings)
+    held_bytes: TenantBytes = field(init=False)
+    """Bodies and fetched media of the requests that are being served."""
     rates: RateLimits | None = None
     """Limits of tenants and keys; None: there are none."""
     shared_counts: SharedCounts | None = None
@@ -253,10 +262,16 @@ class Services(Frontend):
     """Renders the requests that warm up the process; None: nothing is warmed up."""
     index: int = 0
     """0-based number of this API process."""
+    request_log: RequestLog | None = None
+    """None: requests are not logged."""
     tracer: Tracer | None = None
     """None: no request is traced."""
     warming: bool = False
     """The warm-up has not ended: `/ready` says no."""
+
+    def __post_init__(self) -> None:
+        most = LARGEST_BODIES_HELD * self.config.media.max_body_bytes
+        self.held_bytes = TenantBytes(most, lambda: self.keys.are_of_several)
 
     async def local_metrics(self) -> list[Metric]:
         """The metrics that API processes count, summed over all of them."""
@@ -354,6 +369,16 @@ def open_rates(
         yield rates
 
 
+@contextmanager
+def open_request_log(config: RequestLogConfig | None) -> Iterator[RequestLog | None]:
+    """The log of this API process; None without `--request-log`."""
+    if config is None:
+        yield None
+        return
+    with RequestLog(config) as log:
+        yield log
+
+
 @asynccontextmanager
 async def open_services(
     config: Config,
@@ -375,6 +400,7 @@ async def open_services(
     with (
         SharedCounts(folder, index) as shared,
         open_rates(config.server, folder, index, weights, shared.counts) as rates,
+        open_request_log(config.server.request_log) as request_log,
     ):
         counts = shared.counts
         client = engine_client(config, counts)
@@ -400,7 +426,7 @@ async def open_services(
             open_readonly(frontend.renderer, config.media, reads_headers=False) as warmup_renderer,
             AbortPeers(folder, index, config.server.api_processes, running.abort) as abort_peers,
             VoiceDetectors() as detectors,
-            open_response_store(config.server.responses, folder) as responses,
+            open_response_store(config.server.responses, folder, weights) as responses,
         ):
             services = Services(
                 config=config,
@@ -422,6 +448,7 @@ async def open_services(
                 shared_counts=shared,
                 abort_peers=abort_peers,
                 warmup_renderer=warmup_renderer,
+                request_log=request_log,
             )
             abort_peers.describe = services.own_state
             yield services

@@ -164,6 +164,7 @@ def _warmup_services(services: Services, renderer: ReadOnlyRenderer) -> Services
         running=RunningRequests(),
         shared_counts=None,
         abort_peers=None,
+        request_log=None,
     )
 
 

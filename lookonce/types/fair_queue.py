@@ -6,13 +6,15 @@ next job is served and pays the job's cost. A tenant of large jobs gets as much 
 jobs, not more.
 
     DeficitRoundRobin   whose turn it is; it holds no jobs
-    ├── FairQueue       jobs in the order of arrival: grammars, long texts
+    ├── FairQueue       jobs in the order of arrival: grammars, long texts, stored responses
     ├── MediaQueue      (render.media.fair_queue) bounded, passes over long jobs
+    ├── LoopTurns       work of milliseconds on an event loop
     └── RequestQueues   (core.scheduler_state) sequences whose prompts are to be computed
 """
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -176,6 +178,13 @@ class FairQueue(Generic[T]):
         self._leave_if_empty(tenant)
         return tenant, job
 
+    def settle(self, tenant: str, cost: float) -> None:
+        """Charge what a job that was popped cost beyond what it was pushed with; a negative cost
+        is given back."""
+        self._turns.charge(tenant, cost)
+        if tenant not in self._jobs:
+            self._turns.leave(tenant)
+
     def remove(self, tenant: str, job: T) -> bool:
         """Take a waiting job out of the queue; false where it does not wait."""
         jobs = self._jobs.get(tenant)
@@ -191,3 +200,48 @@ class FairQueue(Generic[T]):
         if not self._jobs[tenant]:
             del self._jobs[tenant]
             self._turns.leave(tenant)
+
+
+LOOP_QUANTUM = 256 * 1024
+"""Bytes of a tenant's that the event loop works on before the next one's turn."""
+
+
+class LoopTurns:
+    """Work that holds an event loop for a millisecond or so begins one piece at a time, in turn by
+    tenant, and between two pieces the loop does whatever else is ready.
+
+    Otherwise who asks for little waits, at each of its own few turns of the loop, for a piece of
+    everyone who asks for much. For one event loop.
+    """
+
+    def __init__(self, weights: TenantWeights | None = None) -> None:
+        self._queue: FairQueue[asyncio.Future[None]] = FairQueue(LOOP_QUANTUM, weights)
+        self._resting = True
+        """No piece has begun since the loop's last turn."""
+
+    async def turn(self, tenant: str, nbytes: int) -> None:
+        """Returns when it is the turn of a piece of so many bytes, which the caller does at once;
+        without waiting where there is no other."""
+        loop = asyncio.get_running_loop()
+        if self._resting:
+            self._resting = False
+            loop.call_soon(self._next)
+            return
+        begins = loop.create_future()
+        self._queue.push(tenant, begins, nbytes)
+        try:
+            await begins
+        except asyncio.CancelledError:
+            self._queue.remove(tenant, begins)
+            raise
+
+    def _next(self) -> None:
+        """The piece before was done in the loop's last turn, or will be in this one."""
+        found = self._queue.pop()
+        if found is None:
+            self._resting = True
+            return
+        _, begins = found
+        if not begins.done():
+            begins.set_result(None)
+        asyncio.get_running_loop().call_soon(self._next)

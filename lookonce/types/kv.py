@@ -37,16 +37,24 @@ class KVLayout:
     num_kv_heads: int
     head_dim: int
     dtype: str
+    shared: bool = False
+    """Keys are the values as well (latents) and are held once: `[layer, row, head, dim]`."""
+
+    @property
+    def num_pages(self) -> int:
+        """Pages that a block takes: of keys and of values in each layer."""
+        return self.num_layers * (1 if self.shared else 2)
 
     @property
     def block_bytes(self) -> int:
-        rows = 2 * self.num_layers * self.block_size
+        rows = self.num_pages * self.block_size
         return rows * self.num_kv_heads * self.head_dim * ITEM_SIZE[self.dtype]
 
     def describe(self) -> bytes:
         """Unambiguous bytes for digests and object headers, 32 bytes."""
         sizes = (self.num_layers, self.block_size, self.num_kv_heads, self.head_dim)
-        return struct.pack("<4I16s", *sizes, self.dtype.encode())
+        kind = f"{self.dtype}/shared" if self.shared else self.dtype
+        return struct.pack("<4I16s", *sizes, kind.encode())
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,8 @@ def _glibc() -> ctypes.CDLL | None:
 
 
 GLIBC = _glibc()
+M_ARENA_MAX = -8
+"""Of glibc's malloc.h."""
 
 
 def allocated_bytes() -> int:
@@ -43,6 +45,13 @@ def give_memory_back() -> None:
     """Return what was freed to the system, where the C library can (glibc's `malloc_trim`)."""
     if GLIBC is not None:
         GLIBC.malloc_trim(0)
+
+
+def use_one_arena() -> None:
+    """Let threads that start from now on allocate where the main thread does, so that one after
+    another they leave no memory of their own behind (glibc's `M_ARENA_MAX`)."""
+    if GLIBC is not None:
+        GLIBC.mallopt(M_ARENA_MAX, 1)
 
 
 def resident_bytes() -> int:

@@ -119,6 +119,7 @@ GENERAL_TEXT: tuple[str, ...] = (
     "arcee",
     "aria_text",
     "axk1",
+    "bamba",
     "beam",
     "biogpt",
     "bitnet",
@@ -134,6 +135,7 @@ GENERAL_TEXT: tuple[str, ...] = (
     "ernie4_5_moe",
     "exaone4",
     "exaone_moe",
+    "falcon_h1",
     "flex_olmo",
     "flint",
     "gemma",
@@ -162,12 +164,15 @@ GENERAL_TEXT: tuple[str, ...] = (
     "internlm3",
     "iquestcoder",
     "jais2",
+    "jamba",
     "jetmoe",
     "kolibri1",
     "laguna",
     "lfm2",
+    "lfm2_moe",
     "lfm3",
     "llama4_text",
+    "longcat_flash",
     "mellum",
     "minicpm3",
     "minimax_m2",
@@ -218,6 +223,7 @@ GENERAL_MEDIA: dict[str, tuple[Modality, ...]] = {
     "exaone4_5": ("image",),
     "fast_vlm": ("image",),
     "fun_asr_nano": ("audio",),
+    "gemma3n": ("image", "audio"),
     "gemma4": ("image", "audio"),
     "gemma4_unified": ("image",),
     "glm46v": ("image",),
@@ -236,19 +242,26 @@ GENERAL_MEDIA: dict[str, tuple[Modality, ...]] = {
     "internvl": ("image", "video"),
     "janus": ("image",),
     "kimi_k25": ("image",),
+    "lfm2_vl": ("image",),
+    "lfm3_vl": ("image",),
     "lighton_ocr": ("image",),
     "llama4": ("image",),
     "llava_next": ("image",),
     "llava_next_video": ("image",),
     "llava_onevision": ("image",),
+    "minicpm_ocr": ("image",),
+    "minicpmv4_6": ("image",),
     "minimax_m3_vl": ("image",),
     "moss_transcribe_diarize": ("audio",),
     "musicflamingo": ("audio",),
     "muse_glimmer": ("image",),
+    "nemotron_h_omni": ("image", "audio"),
     "ovis2": ("image",),
     "paddleocr_vl": ("image",),
     "perception_lm": ("image",),
     "qianfan_ocr": ("image",),
+    "qwen3_5": ("image",),
+    "qwen3_5_moe": ("image",),
     "qwen3_asr": ("audio",),
     "step3p7": ("image",),
     "video_llama_3": ("image",),
@@ -261,11 +274,14 @@ GENERAL_MEDIA: dict[str, tuple[Modality, ...]] = {
 ONE_IN_A_PROMPT: tuple[str, ...] = (
     "audioflamingo3",
     "fun_asr_nano",
+    "gemma3n",
     "glmasr",
     "granite_speech",
     "granite_speech_plus",
     "idefics2",
     "llava_onevision",
+    "minicpm_ocr",
+    "minicpmv4_6",
     "musicflamingo",
     "perception_lm",
     "qwen3_asr",
@@ -289,6 +305,7 @@ UNSERVABLE: dict[str, tuple[str, ...]] = {
         "glm_moe_dsa",
         "hy_v4",
         "mimo_v2_flash",
+        "minimax",
         "modernbert-decoder",
         "roberta-prelayernorm",
         "roc_bert",
@@ -297,15 +314,14 @@ UNSERVABLE: dict[str, tuple[str, ...]] = {
     ),
     "its attention does not use transformers' attention interface": (
         "bailing_hybrid",
-        "bamba",
         "big_bird",
         "bloom",
         "codegen",
         "falcon",
         "falcon_mamba",
+        "gpt_neo",
         "gpt_neox_japanese",
         "gptj",
-        "jamba",
         "kimi_linear",
         "mamba",
         "megatron-bert",
@@ -324,17 +340,14 @@ UNSERVABLE: dict[str, tuple[str, ...]] = {
     "computed in chunks, its logits differ from transformers'": (
         "bart",
         "blenderbot-small",
-        "falcon_h1",
-        "inkling2_text",
-        "inkling_text",
         "marian",
         "mbart",
         "pegasus",
     ),
-    "its attention layers are not called once each": ("diffllama",),
+    "it cannot be computed in chunks": ("inkling2_text", "inkling_text", "zaya"),
+    "its attention layers are not called once each": ("diffllama", "zamba2"),
     "some of its layers keep another state than keys and values": (
         "hrm_text",
-        "minimax",
         "recurrent_gemma",
     ),
 }
@@ -380,8 +393,8 @@ MEDIA_CONFIG = re.compile(
 
 
 MEDIA_TOKENS: dict[Modality, tuple[str, ...]] = {
-    "image": ("image_token_id", "image_token_index"),
-    "audio": ("audio_token_id", "audio_token_index"),
+    "image": ("image_token_id", "image_token_index", "img_context_token_id"),
+    "audio": ("audio_token_id", "audio_token_index", "sound_context_token_id"),
     "video": (),
 }
 """Modality → names in a config of the token whose positions take encoder outputs."""
@@ -410,8 +423,12 @@ def general_modalities(config: Mapping[str, object]) -> tuple[Modality, ...]:
 
 def media_token(config: Mapping[str, object], modality: Modality) -> int:
     """The id of the token whose positions take rows of an item; `EVERY_TOKEN` where the config
-    names tokens around those which take rows as well (Ovis 2). Raises `KeyError` without any."""
-    if config.get("visual_indicator_token_ids"):
+    names tokens around those which take rows as well (Ovis 2), or where its pictures have a
+    vocabulary of their own, which tokens around them are of (Gemma 3n). Raises `KeyError` without
+    any."""
+    vision = config.get("vision_config")
+    own_vocabulary = isinstance(vision, Mapping) and "vocab_offset" in vision
+    if config.get("visual_indicator_token_ids") or own_vocabulary:
         return EVERY_TOKEN
     names = MEDIA_TOKENS["image" if modality == "video" else modality]
     for name in names:

@@ -71,6 +71,11 @@ class PoolingInfo(msgspec.Struct, frozen=True, array_like=True):
     most_pairs: int = 0
     """Sparse results: most pairs of one; 0: as many as the prompt has tokens."""
 
+    @property
+    def embeds(self) -> bool:
+        """Whether an input gets one dense vector."""
+        return not self.scores and self.kind not in ("all", "sparse")
+
     def most_numbers(self, num_tokens: int) -> int:
         """The most numbers that a prompt's result may have."""
         if self.kind == "sparse":

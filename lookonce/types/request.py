@@ -213,6 +213,8 @@ class RenderedItem:
     accepted or asked, or the prompt has ended."""
     encoded: bytes | bytearray | None = None
     """The media as it came, for an answer that carries it on; None where a name alone came."""
+    given_back: Callable[[], None] | None = None
+    """Called when the bytes that were fetched for it are dropped before the request ends."""
     num_frames: int | None = None
     """Of an item of a film: how many of its frames it has."""
 

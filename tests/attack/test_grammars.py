@@ -22,6 +22,7 @@ from tests.support.attacked_server import (
     settled_memory,
 )
 
+pytestmark = pytest.mark.attack
 NUM_REFUSED = 20
 NUM_SLOW = 4
 
@@ -115,7 +116,6 @@ HARD = {
 }  # fmt: skip
 
 
-@pytest.mark.attack
 def test_hard_grammars_stall_nobody_and_leave_no_memory(server: AttackedServer):
     """Each is an answer or a 400, whatever it is, twenty at a time."""
 
@@ -138,7 +138,6 @@ def test_hard_grammars_stall_nobody_and_leave_no_memory(server: AttackedServer):
     check_memory(server.live, before)
 
 
-@pytest.mark.attack
 def test_accepted_grammars_are_kept_within_a_budget(server: AttackedServer):
     server.complete(ATTACKER, guided_regex="[a-z]{2}")
     before = server.engine_memory()
@@ -152,7 +151,6 @@ def test_accepted_grammars_are_kept_within_a_budget(server: AttackedServer):
     assert server.engine_memory() - before < 256 * MIB
 
 
-@pytest.mark.attack
 def test_grammars_of_clients_that_left_are_not_compiled(server: AttackedServer):
     """They would take both of the tenant's workers for a minute."""
 

@@ -17,6 +17,7 @@ from tests.support.attacked_server import (
     settled_memory,
 )
 
+pytestmark = pytest.mark.attack
 HOPELESS = "A " * 50_000
 """Some 100,000 tokens: a check of the characters alone would let them through on nano, whose
 context is 4,096 tokens and whose longest token has 14 characters."""
@@ -53,7 +54,6 @@ def test_hopeless_texts_are_refused_at_once(server: AttackedServer):
     canaries.check()
 
 
-@pytest.mark.attack
 def test_hopeless_texts_delay_nobody(server: AttackedServer):
     """`/health` and every stream waited while they were tokenized."""
     with server.canaries() as canaries, ThreadPoolExecutor(NUM_TEXTS) as attackers:
@@ -76,7 +76,6 @@ def test_they_are_refused_on_every_route(server: AttackedServer, route):
     assert "the prompt has at least" in response.json()["error"]["message"]
 
 
-@pytest.mark.attack
 def test_texts_that_only_tokenizing_can_judge_delay_nobody(server: AttackedServer):
     """White space alone: its tokens may be long, so nothing can be said before."""
 

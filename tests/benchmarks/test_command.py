@@ -12,12 +12,12 @@ HELP_THEN_CHILD = """\
 import subprocess, sys
 sys.path.insert(0, {root!r})
 from lookonce.cli.main import main
-sys.argv = ["lookonce", "bench", "items", "--help"]
+sys.argv = ["lookonce", "bench", "warmup", "--help"]
 try:
     main()
 except SystemExit as ended:
     assert ended.code == 0
-child = "import benchmarks.items, sys; print('child of', benchmarks.items.__file__)"
+child = "import benchmarks.warmup, sys; print('child of', benchmarks.warmup.__file__)"
 sys.exit(subprocess.run([sys.executable, "-c", child]).returncode)
 """
 
@@ -40,7 +40,7 @@ def test_a_checkout_s_benchmarks_and_their_processes_are_found_from_any_folder(
 ) -> None:
     done = run(["-c", HELP_THEN_CHILD.format(root=str(ROOT))], tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "usage: lookonce bench items" in done.stdout
+    assert "usage: lookonce bench warmup" in done.stdout
     assert f"child of {ROOT}" in done.stdout
 
 

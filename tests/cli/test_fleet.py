@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from importlib import import_module
 from pathlib import Path
 
 import pytest
+import yaml
 
 from lookonce.cli import fleet
-from lookonce.cli.fleet import read_fleet, run_fleet
+from lookonce.cli.fleet import fleet_of, read_fleet, run_fleet
 from lookonce.errors import ConfigError
+
+EXAMPLE = Path(__file__).parents[2] / "deploy/kubernetes/fleet/lookonce-fleet.yaml"
 
 
 def written(folder: Path, text: str) -> str:
@@ -37,6 +42,26 @@ def test_a_file_says_what_a_fleet_consists_of(tmp_path: Path) -> None:
     assert read_fleet(path, {"engines": 2}).groups[1].engines == 2
 
 
+def test_the_example_for_kuberay_is_a_fleet_that_its_service_finds() -> None:
+    service, front_door = yaml.safe_load_all(EXAMPLE.read_text())
+    serve = yaml.safe_load(service["spec"]["serveConfigV2"])
+    (application,) = serve["applications"]
+    module, _, name = application["import_path"].partition(":")
+    assert getattr(import_module(module), name) is fleet.build
+    config = fleet_of("args", application["args"], {})
+    (group,) = config.groups
+    workers = {w["groupName"]: w for w in service["spec"]["rayClusterConfig"]["workerGroupSpecs"]}
+    front = workers["frontends"]
+    template = front["template"]
+    assert template["metadata"]["labels"] == front_door["spec"]["selector"]
+    (container,) = template["spec"]["containers"]
+    assert container["ports"] == [{"containerPort": config.port, "name": "http"}]
+    offered = json.loads(json.loads(front["rayStartParams"]["resources"]))
+    assert offered == config.frontend_resources
+    assert front["replicas"] >= config.frontends
+    assert workers["engines"]["maxReplicas"] == group.max_engines
+
+
 def test_without_a_file_it_is_one_model() -> None:
     config = read_fleet(None, {"model": "folder", "engines": 4})
     assert [(g.name, g.model, g.engines) for g in config.groups] == [("folder", "folder", 4)]
@@ -54,6 +79,8 @@ def test_without_a_file_it_is_one_model() -> None:
         ("models: [{model: nano}, {model: x, name: nano}]", "two models have one name"),
         ("models: [{engines: 0}]", "at least 1 engine"),
         ("models: [{engines: many}]", "engines"),
+        ("models: [{engines: 3, max_engines: 2}]", "more engines than max_engines"),
+        ("models: [{target_wait: 0}]", "target_wait of nano is above 0"),
         ("frontends: 0", "frontends is at least 1"),
         ("- x", "not a list of OPTION"),
         ("{", "is not YAML"),

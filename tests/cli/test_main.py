@@ -146,6 +146,13 @@ def test_a_mistake_is_one_line_and_status_2(monkeypatch, capsys, arguments, name
     assert named in refused(monkeypatch, capsys, *arguments)
 
 
+def test_a_mistake_in_the_file_of_limits_ends_the_start(monkeypatch, capsys, tmp_path):
+    limits = tmp_path / "limits.toml"
+    limits.write_text("[default]\nweight = 'much'\n")
+    line = refused(monkeypatch, capsys, "serve", "--limits", str(limits))
+    assert "default.weight: expected" in line
+
+
 def test_a_mistake_is_told_without_a_traceback_or_a_warning():
     """In a process of its own, whose whole output is seen."""
     done = lookonce("serve", "--kv-tier", "host:4")
@@ -198,6 +205,13 @@ def test_processed_media_is_shared_where_that_is_possible(monkeypatch, capsys):
     monkeypatch.setattr(sys, "platform", "darwin")
     line = refused(monkeypatch, capsys, "serve", "/nowhere", "--mm-processor-cache-type", "shm")
     assert "--mm-processor-cache-type: shm needs Linux" in line
+
+
+def test_snapshots_of_states_have_a_bound_of_their_own(monkeypatch, capsys):
+    assert resolve(Options()).kv.state_cache_bytes == 1 << 28
+    assert resolve(Options(state_cache_gb=0)).kv.state_cache_bytes == 0
+    line = refused(monkeypatch, capsys, "serve", "/nowhere", "--state-cache-gb", "-1")
+    assert "--state-cache-gb must be at least 0" in line
 
 
 def test_a_model_that_is_not_there_is_said_so(tmp_path):

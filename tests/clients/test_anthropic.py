@@ -112,6 +112,18 @@ def test_tools_are_called_whole_and_streamed(client):
         assert call.input["city"] in ("Bern", "Rom")
 
 
+def test_a_plain_pydantic_model_is_parsed(client):
+    class Fruit(pydantic.BaseModel):
+        name: Literal["apple", "pear"]
+        colour: Literal["red", "green"]
+
+    answer = client.messages.parse(
+        model="nano", max_tokens=100, messages=APPLE, output_format=Fruit
+    )
+    assert isinstance(answer.parsed_output, Fruit)
+    assert answer._request_id
+
+
 def test_a_result_is_answered(client):
     call = {"type": "tool_use", "id": "t1", "name": "get_weather", "input": {"city": "Bern"}}
     result = {"type": "tool_result", "tool_use_id": "t1", "content": "sunny"}
@@ -143,26 +155,3 @@ def test_errors_are_its_own(client):
         client.messages.create(model="nano", max_tokens=5, messages=ask_about(document))
     assert refused.value.body["error"]["type"] == "invalid_request_error"
     assert "messages[0].content[0]" in refused.value.body["error"]["message"]
-
-
-def test_parse_gives_an_object_of_the_class(client):
-    class Shape(pydantic.BaseModel):
-        colour: Literal["red", "blue"]
-        sides: Literal[3, 4]
-
-    fields = {"model": "nano", "max_tokens": 100, "messages": APPLE, "output_format": Shape}
-    message = client.messages.parse(**fields)
-    assert isinstance(message.parsed_output, Shape)
-    with client.messages.stream(**fields) as stream:
-        assert stream.get_final_message().parsed_output == message.parsed_output
-
-
-def test_a_schema_that_cannot_be_is_named_as_the_client_calls_it(client):
-    broken = {"type": "object", "properties": 5}
-    tool = {"name": "f", "input_schema": broken}
-    fields = {"model": "nano", "max_tokens": 5, "messages": APPLE}
-    with pytest.raises(anthropic.BadRequestError, match=r"tools\[0\]\.input_schema"):
-        client.messages.create(**fields, tools=[tool], tool_choice={"type": "any"})
-    config = {"format": {"type": "json_schema", "schema": broken}}
-    with pytest.raises(anthropic.BadRequestError, match=r"output_config\.format\.schema"):
-        client.messages.create(**fields, output_config=config)

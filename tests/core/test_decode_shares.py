@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import replace
 from zlib import crc32
 
 import msgspec
@@ -10,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lookonce.core.decode_shares import (
+    CREDIT_SECONDS,
     LINGER_SECONDS,
     SLICE_SECONDS,
     StepTimes,
@@ -89,6 +92,54 @@ def test_long_prompts_of_another_tenant_delay_an_answer_by_their_share() -> None
     assert len(beside.released) == 22
 
 
+def test_a_short_prompt_waits_for_the_rest_of_one_step() -> None:
+    engine = TimedEngine()
+    for number in range(30):
+        engine.add(prompt("many", f"m{number}", 400))
+    for number in range(12):
+        engine.step()  # it comes in the middle of the other one's prompts
+        engine.add(prompt("one", f"o{number}", 20))
+        num_plans = len(engine.plans)
+        engine.seconds_to_end(f"o{number}")
+        assert len(engine.plans) == num_plans + 1
+        sizes = {chunk.num_tokens for chunk in engine.plans[-1].scheduled}
+        assert 20 in sizes
+        assert sum(sizes) <= 20 + 1  # none of the other one's prompts
+    engine.run()
+
+
+def test_a_credit_is_not_saved_up() -> None:
+    """A tenant that was away and then asks for much gets its credit once, and half from then on."""
+    engine = TimedEngine()
+    for number in range(40):
+        engine.add(prompt("many", f"m{number}", 400))
+    for _ in range(20):
+        engine.step()
+    for number in range(20):
+        engine.add(prompt("one", f"o{number}", 400))
+    shares = Counter[str]()
+    while "o19" not in engine.released:
+        engine.step()
+        for chunk in engine.plans[-1].scheduled:
+            shares["one" if 40 <= chunk.seq_id < 60 else "many"] += chunk.num_tokens
+    credit = CREDIT_SECONDS / COSTS.token
+    assert shares["one"] == 20 * 400
+    assert abs(shares["many"] - (shares["one"] - credit)) < 0.2 * shares["one"]
+    engine.run()
+
+
+def test_prompts_of_others_go_on_while_the_one_before_them_cannot() -> None:
+    """The tenant that has used less waits for KV blocks that the other one's prompts hold."""
+    engine = Engine(replace(LIMITS, num_blocks=60), COSTS)
+    for number in range(8):
+        engine.add(prompt("many", f"m{number}", 200))
+    engine.step()
+    for number in range(8):
+        engine.add(prompt("one", f"o{number}", 200))
+    engine.run()
+    assert len(engine.released) == 16
+
+
 def test_prompts_are_computed_whole_where_one_tenant_is_alone() -> None:
     engine = TimedEngine()
     for number in range(4):
@@ -159,6 +210,7 @@ def test_limits_keep_to_what_everyone_may_expect(tenants, fixed, each):
         may = total / weight * (fixed + each * count)
         assert seconds <= (may + each * len(tenants)) * (1 + 1e-6)
     used = {t: rows[t] / tenants[t][1] for t in tenants}
-    for limited in limits:  # no other has more for its weight, but for one sequence
-        weight = tenants[limited][1]
-        assert all(used[limited] >= used[t] - 1 / tenants[t][1] - 1 / weight for t in tenants)
+    left_over = len(tenants) - 1  # sequences, where the share of each other one is rounded
+    for limited in limits:  # no other has more for its weight, but for these
+        own = left_over / tenants[limited][1] + 1e-9
+        assert all(used[limited] >= used[t] - left_over / tenants[t][1] - own for t in tenants)

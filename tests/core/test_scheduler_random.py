@@ -37,13 +37,15 @@ from tests.support.core.fake_runner import prompt_scores, reference
 
 LENGTHS = {"a": 2, "b": 3, "c": 5, "d": 8, "gaps": 7}
 GAPS = ((0, 2), (3, 4), (6, 7))
+STATE_BYTES = 16
+"""Of a state, of models that keep any."""
 LONGEST_PROMPT = 40
 LONGEST = 60
 """Tokens a sequence may have."""
 
 
 def limits() -> st.SearchStrategy[Limits]:
-    whole = st.sampled_from([(), ("image",)])
+    models = [((), 0), (("image",), 0), ((), STATE_BYTES), (("image",), STATE_BYTES)]
     return st.builds(
         Limits,
         num_blocks=st.integers(LONGEST_PROMPT // 4, 20),
@@ -55,7 +57,10 @@ def limits() -> st.SearchStrategy[Limits]:
         max_num_batched_tokens=st.sampled_from([8, 11, 17, 64]),
         max_encoder_tokens=st.sampled_from([1, 8, 13]),
         prefix_caching=st.booleans(),
-        model=whole.map(lambda w: model_info(max_model_len=LONGEST, unsplittable=w)),
+        num_snapshots=st.integers(0, 5),
+        model=st.sampled_from(models).map(
+            lambda one: model_info(max_model_len=LONGEST, unsplittable=one[0], state_bytes=one[1])
+        ),
     )
 
 
@@ -244,6 +249,8 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.finish_everything()
                 self.check_answers()
                 self.engine.assert_all_free()
+                self.engine.scheduler.reset_prefix_cache()
+                assert not self.engine.scheduler.stats().get("state_cache_bytes")
         finally:
             self.patch.undo()
 

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from lookonce.config import NANO_FOLDER
 from tests.support.live_server import LiveServer
 
 
@@ -37,34 +39,32 @@ def just_ready(new_server: tuple[LiveServer, JustReady]) -> JustReady:
     return new_server[1]
 
 
-@pytest.fixture(scope="session", params=["shm", "lru"])
-def cache_server(request: pytest.FixtureRequest) -> Iterator[LiveServer]:
-    """nano with each type of processor cache; it fetches media from this machine and tells of its
-    work under vLLM's names too. A request may have 40 sounds, which are more than a step computes.
-    Tests ask about media of their own."""
+WITH_TOOLS = {
+    "Tools: {{ tools | length }}": "{{ tools | tojson }}",
+    "{{ call['function']['name'] }}": "{{ call['function'] | tojson }}",
+}
+"""What nano's template says of tools and calls, and what that of `cache_server` says instead."""
+CACHE_TYPES = ("shm", "lru") if "SOAK_REQUESTS" in os.environ else ("shm",)
+
+
+@pytest.fixture(scope="session", params=CACHE_TYPES)
+def cache_server(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[LiveServer]:
+    """nano with a processor cache, in `make soak` with each type of it; it fetches media from this
+    machine and tells of its work under vLLM's names too. A request may have 40 sounds, which are
+    more than a step computes. Its template has a place for tools. Tests ask about media of their
+    own; the last one, in test_unmapping.py, ends it."""
+    file: Path = tmp_path_factory.mktemp("template") / "tools.jinja"
+    template = (NANO_FOLDER / "chat_template.jinja").read_text()
+    for plain, whole in WITH_TOOLS.items():
+        assert plain in template
+        template = template.replace(plain, whole)
+    file.write_text(template)
     options = (
         *("--allow-private-media", "--vllm-metric-names"),
         *("--limit-mm-per-prompt", "audio=40", "--max-num-batched-tokens", "512"),
-        *("--mm-processor-cache-type", request.param),
+        *("--mm-processor-cache-type", request.param, "--chat-template", str(file)),
     )
     with LiveServer(*options) as live:
-        yield live
-
-
-TOOL_TEMPLATE = """\
-{% if tools %}<|im_start|>system
-{{ tools | tojson }} <tool_call><|im_end|>
-{% endif %}{% for message in messages %}<|im_start|>{{ message.role }}
-{{ message.content }}{% for call in message.tool_calls or [] %}{{ call.function | tojson }}\
-{% endfor %}<|im_end|>
-{% endfor %}<|im_start|>assistant
-"""
-
-
-@pytest.fixture(scope="session")
-def uncached_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    """nano without a processor cache, and with a template that has a place for tools."""
-    file: Path = tmp_path_factory.mktemp("template") / "tools.jinja"
-    file.write_text(TOOL_TEMPLATE)
-    with LiveServer("--mm-processor-cache-gb", "0", "--chat-template", str(file)) as live:
         yield live

@@ -1,4 +1,5 @@
-"""Random processes of a server with three API processes are killed under mixed load.
+"""Processes of a server with three API processes are killed, at random under mixed load too, and in
+the end it is stopped.
 
 `make soak` kills more often (`CHAOS_KILLS` says how often), and with both types of cache.
 """
@@ -9,7 +10,11 @@ import asyncio
 import os
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
+import httpx
+import openai
 import pytest
 
 from lookonce.render.media.pool import share_of_workers
@@ -38,6 +43,8 @@ from tests.support.traffic import PlannedRequest, drawn, plans, working_set
 NUM_KILLS = int(os.environ.get("CHAOS_KILLS", len(KINDS)))
 IN_SOAK = "CHAOS_KILLS" in os.environ
 PATIENCE = 120.0
+LONG = 3000
+"""Tokens of an answer that is long enough for the engine to be killed before its end."""
 NUM_API = 3
 CACHE_GIB = 0.02
 """A third holds fewer pictures than are asked about, so that items are evicted, too."""
@@ -57,6 +64,7 @@ def crowd(request):
         "--mm-processor-cache-type", request.param,
         "--mm-processor-cache-gb", str(CACHE_GIB),
         "--limit-mm-per-prompt", "image=4,audio=4",
+        "--vllm-metric-names", "--block-size", "32",
     ) as live:  # fmt: skip
         until(lambda: len(of_kind(live, WORKER)) >= 3, 60, live.log)
         yield live
@@ -67,6 +75,25 @@ def question(number: int) -> PlannedRequest:
     content = [medium.part, text_part(medium.question)]
     body = {"messages": [{"role": "user", "content": content}], "temperature": 0, "max_tokens": 8}
     return PlannedRequest(body, medium.answer)
+
+
+def test_any_of_the_api_processes_answers_for_all(crowd):
+    """The first test of this server: nobody else has asked it anything."""
+    asked = [question(number % 5) for number in range(40)]
+
+    def ask_once(plan: PlannedRequest) -> str:
+        answer = crowd.post("/v1/chat/completions", plan.body)
+        return answer.json()["choices"][0]["message"]["content"]
+
+    with ThreadPoolExecutor(8) as pool:  # connections of their own: all processes get some
+        assert list(pool.map(ask_once, asked)) == [plan.answer for plan in asked]
+    for _ in range(8):
+        found = crowd.metrics()
+        assert found["request_success_total:stop"] == 40
+        assert found["mm_cache_queries_total"] == 40
+        assert found["mm_cache_hits_total"] + found["media_processed_total:image"] >= 40
+        assert found["vllm:mm_cache_queries_total:nano"] == 40
+        assert found["e2e_request_latency_seconds_count"] == 40
 
 
 def test_a_new_picture_is_decoded_once_whichever_processes_get_it(crowd):
@@ -209,36 +236,73 @@ def test_aborts_and_resets_reach_processes_that_were_restarted(crowd):
     assert settled(crowd)["mm_cache_bytes"] == 0
 
 
-def test_a_realtime_session_outlives_the_engine_and_its_answer_fails(crowd):
-    """The engine stands still when the answer begins, so that it cannot end before the engine."""
-    item = {
-        "type": "message",
-        "role": "user",
-        "content": [{"type": "input_text", "text": "1 2 3 4"}],
-    }
+async def finish_reasons(live, begun, max_tokens=LONG):
+    """Streams an answer of so many tokens; `begun` is set with its first words."""
+    async with live.async_client() as client:
+        stream = await client.chat.completions.create(
+            model="nano", messages=question(0).body["messages"], stream=True,
+            max_tokens=max_tokens, extra_body={"ignore_eos": True},
+        )  # fmt: skip
+        reasons = []
+        async for chunk in stream:
+            begun.set()
+            reasons += [choice.finish_reason for choice in chunk.choices if choice.finish_reason]
+        return reasons
 
-    async def answer(connection):
-        """The next response, once it is done."""
-        while (last := (await events_until(connection, "response.done"))[-1]).type == "error":
-            pass
-        return last.response
+
+def health_of_many_connections(live):
+    """The statuses of /health; any of the API processes may take each connection."""
+    return {live.get("/health").status_code for _ in range(16)}
+
+
+async def response_of(connection):
+    """The next response of a realtime session, once it is done."""
+    while (last := (await events_until(connection, "response.done"))[-1]).type == "error":
+        pass
+    return last.response
+
+
+SAID = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "1 2 3 4"}]}
+SHORT = {"max_output_tokens": 4}
+
+
+def test_a_killed_engine_fails_what_runs_and_its_successor_answers(crowd):
+    """Streams, and a realtime session, which outlives it. The engine stands still when the
+    session's answer begins, so that it cannot end before the engine."""
+    num_engines = crowd.log().count("warmed up audio")
+    engine = crowd.engine_pid()
+
+    async def fail_all(connection):
+        begun = [asyncio.Event() for _ in range(4)]
+        streams = [asyncio.create_task(finish_reasons(crowd, event)) for event in begun]
+        await asyncio.gather(*(event.wait() for event in begun))
+        os.kill(engine, signal.SIGSTOP)
+        await connection.response.create(response=SHORT)
+        await events_until(connection, "response.created")
+        os.kill(engine, signal.SIGKILL)
+        errors = await asyncio.gather(*streams, return_exceptions=True)
+        assert [type(error) for error in errors] == [openai.APIError] * 4
+        assert {error.code for error in errors} == {"engine_dead"}
+        error = (await events_until(connection, "response.done"))[-1]
+        assert error.error.type == "service_unavailable_error"
+        assert (await response_of(connection)).status == "failed"
+        await asyncio.to_thread(
+            until, lambda: health_of_many_connections(crowd) == {503}, 100, crowd.log
+        )
 
     async def scenario():
         async with crowd.async_client().realtime.connect() as connection:
             await events_until(connection, "conversation.created")
-            await connection.conversation.item.create(item=item)
-            pid = crowd.engine_pid()
-            os.kill(pid, signal.SIGSTOP)
-            await connection.response.create(response={"max_output_tokens": 4})
-            await events_until(connection, "response.created")
-            os.kill(pid, signal.SIGKILL)
-            error = (await events_until(connection, "response.done"))[-1]
-            assert error.error.type == "service_unavailable_error"
-            assert (await answer(connection)).status == "failed"
+            await connection.conversation.item.create(item=SAID)
+            crowd.process.send_signal(signal.SIGSTOP)  # nobody restarts the engine meanwhile
+            try:
+                await fail_all(connection)
+            finally:
+                crowd.process.send_signal(signal.SIGCONT)
             deadline = time.monotonic() + PATIENCE
             while True:  # the engine is back when this connection's API process says so
-                await connection.response.create(response={"max_output_tokens": 4})
-                if (again := await answer(connection)).status != "failed":
+                await connection.response.create(response=SHORT)
+                if (again := await response_of(connection)).status != "failed":
                     break
                 assert again.status_details.error.type == "service_unavailable_error"
                 assert time.monotonic() < deadline, crowd.log()
@@ -247,6 +311,10 @@ def test_a_realtime_session_outlives_the_engine_and_its_answer_fails(crowd):
 
     asyncio.run(scenario())
     until(lambda: is_up(crowd), PATIENCE, crowd.log)
+    assert health_of_many_connections(crowd) == {200}
+    answer = crowd.post("/v1/chat/completions", question(1).body).json()
+    assert answer["choices"][0]["message"]["content"] == question(1).answer
+    until(lambda: crowd.log().count("warmed up audio") == num_engines + 1, 60, crowd.log)
 
 
 def is_up(live):
@@ -254,6 +322,41 @@ def is_up(live):
     return all(live.get("/ready").status_code == 200 for _ in range(8))
 
 
-def test_nothing_is_left_when_it_ends(crowd):
-    assert crowd.stop() == 0
+def test_sigterm_lets_running_requests_end_and_refuses_new_ones_and_nothing_is_left(crowd):
+    engine = crowd.engine_pid()
+
+    async def stop_midway():
+        begun = asyncio.Event()
+        stream = asyncio.create_task(finish_reasons(crowd, begun, max_tokens=600))
+        await begun.wait()
+        os.kill(engine, signal.SIGSTOP)  # the stream cannot end before a request is refused
+        try:
+            crowd.process.send_signal(signal.SIGTERM)
+            refusal = await first_refusal(crowd)
+        finally:
+            os.kill(engine, signal.SIGCONT)
+        return await stream, refusal
+
+    reasons, refusal = asyncio.run(stop_midway())
+    assert reasons == ["length"]
+    assert refusal.status_code == 503
+    assert refusal.json()["error"]["code"] == "draining"
+    assert refusal.headers["connection"] == "close"
+    assert crowd.process.wait(60) == 0
     assert processes(crowd) == {}
+
+
+async def first_refusal(live):
+    """Asks until a request is refused.
+
+    One that came in before the signal waits for the stopped engine, and a process that has nothing
+    left to do closes its connections: both are left behind.
+    """
+    async with asyncio.timeout(100), httpx.AsyncClient(base_url=live.url, timeout=1) as client:
+        body = {**question(0).body, "max_tokens": 1}
+        while True:
+            with suppress(httpx.TransportError):
+                response = await client.post("/v1/chat/completions", json=body)
+                if response.status_code != 200:
+                    return response
+            await asyncio.sleep(0.02)

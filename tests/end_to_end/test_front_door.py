@@ -7,10 +7,13 @@ honest client asks beside it, and its answers are known.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import tempfile
+import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,7 +23,7 @@ import pytest
 
 from tests.support.certificates import FIRST, SECOND
 from tests.support.drawing import ask, picture
-from tests.support.live_server import LiveServer, until
+from tests.support.live_server import LiveServer, samples, until
 from tests.support.raw_sockets import (
     HEAD,
     VERSION,
@@ -54,6 +57,7 @@ NO_REQUESTS = [
     TEXT + b"Content-Length: ten\r\n\r\n",
     TEXT + b"Content-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n",
     TEXT + b"Transfer-Encoding: chunked\r\n\r\nnothex\r\n",
+    TEXT + b"Transfer-Encoding: gzip, chunked\r\n\r\n3\r\nabc\r\n0\r\n\r\n",
     b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
 ]
 
@@ -338,11 +342,13 @@ def guarded(
     certificate, key = FIRST.write(folder)
     keys = folder / "keys"
     keys.write_text("# who may\nacme:filed-key\n\nold:old-key:expires=2001-01-01\n")
+    limits = folder / "limits.yaml"
+    limits.write_text("tenants: {few: {tokens_per_minute: 40}}\n")
     options = (
-        *("--api-key-file", str(keys), "--api-processes", "2"),
+        *("--api-key-file", str(keys), "--limits", str(limits), "--api-processes", "2"),
         *("--ssl-certfile", str(certificate), "--ssl-keyfile", str(key)),
     )
-    environment = {"LOOKONCE_API_KEY": "one:environment-key two:second-key:admin"}
+    environment = {"LOOKONCE_API_KEY": "one:environment-key two:second-key:admin few:few-key"}
     with LiveServer(*options, env={**environment, "TMPDIR": str(sockets)}) as live:
         yield Guarded(live, folder, sockets)
 
@@ -431,6 +437,42 @@ LONG = {
 }
 
 
+def test_limits_hold_over_api_processes_and_are_read_again(guarded):
+    log, limits = guarded.live.log, guarded.folder / "limits.yaml"
+
+    def complete(key: str) -> httpx.Response:
+        """On a connection of its own, so that every API process gets some."""
+        with guarded.client(key) as client:
+            return client.post("/v1/completions", json={"prompt": "a red", "max_tokens": 1})
+
+    began = time.monotonic()
+    with ThreadPoolExecutor(8) as clients:
+        answers = list(clients.map(lambda _: complete("few-key"), range(40)))
+    statuses = Counter(answer.status_code for answer in answers)
+    each = answers[0].json()["usage"]["total_tokens"]
+    assert statuses.keys() == {200, 429}
+    most = 40 + 40 / 60 * (time.monotonic() - began)
+    assert 40 // each <= statuses[200] <= most / each
+    refused = next(answer for answer in answers if answer.status_code == 429)
+    assert refused.headers["x-ratelimit-limit-tokens"] == "40"
+    assert int(refused.headers["retry-after"]) >= 1
+    assert all(complete("environment-key").status_code == 200 for _ in range(3))
+    with guarded.client("second-key") as admin:
+        found = samples(admin.get("/metrics").text)
+    assert found["rate_limited_total:tokens"] == statuses[429]
+
+    limits.write_text("tenants: {few: {tokens_per_minut: 40}}\n")
+    guarded.live.process.send_signal(signal.SIGHUP)
+    until(lambda: "tenants.few.tokens_per_minut: no such limit" in log(), 100, log)
+    limits.write_text("tenants: {few: {}}\n")
+    guarded.live.process.send_signal(signal.SIGHUP)
+    until(lambda: complete("few-key").status_code == 200, 100, log)
+    until(lambda: {complete("few-key").status_code for _ in range(8)} == {200}, 100, log)
+    told = r"\d API keys, limits \(sections of tenants: 1, of keys: 0\)"
+    until(lambda: len(re.findall(f"from now on: {told}", log())) == 2, 60, log)
+    assert re.search(f"SIGHUP: {told}", log())
+
+
 def test_sighup_reads_keys_and_certificate_again_and_disturbs_no_stream(guarded):
     keys = guarded.folder / "keys"
     with guarded.client("filed-key") as client:
@@ -439,8 +481,9 @@ def test_sighup_reads_keys_and_certificate_again_and_disturbs_no_stream(guarded)
             next(lines)
             keys.write_text("acme:new-key\n")
             SECOND.write(guarded.folder)
+            told = guarded.live.log().count("from now on")
             guarded.live.process.send_signal(signal.SIGHUP)
-            until(lambda: "from now on" in guarded.live.log(), 60, guarded.live.log)
+            until(lambda: guarded.live.log().count("from now on") >= told + 2, 60, guarded.live.log)
             guarded.certificate = SECOND
             until(lambda: guarded.statuses("new-key") == {200}, 60, guarded.live.log)
             assert guarded.statuses("filed-key") == {401}

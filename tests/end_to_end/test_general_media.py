@@ -1,4 +1,5 @@
-"""A model with media that has no family of its own, on a real server."""
+"""A model with media that has no family of its own, on a real server. `make test-models` runs it:
+in `make test`, tests/model/test_general_media.py has it in one process."""
 
 from __future__ import annotations
 
@@ -9,10 +10,11 @@ import torch
 from transformers import AutoModelForMultimodalLM, AutoTokenizer
 
 from tests.support.live_server import LiveServer
-from tests.support.model.cases import picture
+from tests.support.model.cases import ALL_MODELS, picture
 from tests.support.model.chats import reference, sent_part
 from tests.support.model.films import film_part, film_reference
 
+pytestmark = pytest.mark.skipif(not ALL_MODELS, reason="`make test-models` runs it")
 NUM_TOKENS = 12
 PARTS = ("See ", picture(1), " what is it?")
 

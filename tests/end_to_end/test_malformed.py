@@ -125,6 +125,8 @@ LARGE_CALL = {
     "role": "assistant",
     "tool_calls": [{"id": "x", "function": {"name": "f", "arguments": "[" * 300_000}}],
 }
+CHOICE = "structured_outputs.choice"
+LARGE_CHOICE = ["a" * 200 + str(number) for number in range(9_999)]
 IS_EMBED = "features.mm_placeholders.image[0].is_embed"
 
 
@@ -185,6 +187,9 @@ BODIES = [
     (CHAT, {**HI, "response_format": {"type": "json_schema"}}, "response_format.json_schema"),
     (CHAT, {**HI, "response_format": WIZARD}, "response_format.json_schema.schema"),
     (CHAT, {**HI, "tools": [{"type": "function"}]}, "tools[0].function"),
+    (CHAT, {**HI, "guided_regex": "a" * 2_000_000}, "guided_regex"),
+    (COMPLETIONS, {"prompt": "a", "structured_outputs": {"choice": LARGE_CHOICE}}, CHOICE),
+    ("/tokenize", {"messages": ask("A " * 50_000)}, "messages"),
     (COMPLETIONS, {"prompt": ""}, "prompt"),
     (COMPLETIONS, {"prompt": []}, "prompt"),
     (COMPLETIONS, {"prompt": [[]]}, "prompt[0]"),

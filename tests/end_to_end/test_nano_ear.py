@@ -1,15 +1,16 @@
-"""nano-ear, served by its name, writes down what clips of speech say: files and live turns."""
+"""nano-ear writes down what clips of speech say: files, in this process, and, in `make soak`, live
+turns on a real server."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
 
 import pytest
 
 from lookonce.config import NANO_EAR, NANO_EAR_FOLDER
 from tests.support.live_server import LiveServer
+from tests.support.nodes import engine_node, run
 from tests.support.server.realtime import as_text, silence
 from tests.support.server.realtime import until as events_until
 from tests.support.speech_clips import speech_clips
@@ -19,20 +20,27 @@ CLIPS = speech_clips()
 RATE = 24_000
 
 
-@pytest.fixture(scope="module")
-def ear() -> Iterator[LiveServer]:
-    with LiveServer(NANO_EAR) as live:
-        yield live
+def test_a_clip_is_written_down_word_for_word():
+    async def scenario():
+        async with engine_node(NANO_EAR_FOLDER, served_model_name=NANO_EAR) as node:
+            for clip in CLIPS:
+                answer = await node.http.post(
+                    "/v1/audio/transcriptions",
+                    files={"file": (clip.file.name, clip.file.read_bytes())},
+                    data={"model": NANO_EAR},
+                )
+                assert tuple(answer.json()["text"].split()) == clip.words
+
+    run(scenario())
 
 
-@pytest.mark.parametrize("clip", CLIPS, ids=lambda clip: clip.voice)
-def test_a_clip_is_written_down_word_for_word(ear, clip):
-    file = (clip.file.name, clip.file.read_bytes())
-    found = ear.client().audio.transcriptions.create(file=file, model=NANO_EAR)
-    assert tuple(found.text.split()) == clip.words
+@pytest.mark.soak
+def test_a_live_turn_is_written_down():
+    with LiveServer(NANO_EAR) as ear:
+        write_down_a_live_turn(ear)
 
 
-def test_a_live_turn_is_written_down(ear):
+def write_down_a_live_turn(ear: LiveServer) -> None:
     clip = CLIPS[0]
     spoken = (clip.wave(RATE) * 32_767).astype("<i2")
 

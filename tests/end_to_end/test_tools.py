@@ -27,8 +27,8 @@ WILD = {"temperature": 4.0, "max_tokens": 500}
 
 
 @pytest.fixture(scope="module")
-def client(uncached_server):
-    with uncached_server.client() as client:
+def client(cache_server):
+    with cache_server.client() as client:
         yield client
 
 
@@ -94,7 +94,7 @@ def test_a_function_that_is_strict_conforms_if_it_is_called_at_all(client):
         check_call(call)
 
 
-def test_what_a_tool_returned_goes_into_the_prompt(client, uncached_server):
+def test_what_a_tool_returned_goes_into_the_prompt(client, cache_server):
     messages = [
         *ask("Weather?"),
         {"role": "assistant", "content": "", "tool_calls": [
@@ -103,8 +103,8 @@ def test_what_a_tool_returned_goes_into_the_prompt(client, uncached_server):
         {"role": "tool", "tool_call_id": "c1", "content": "sunny"},
     ]  # fmt: skip
     body = {"messages": messages, "tools": [WEATHER]}
-    tokens = uncached_server.post("/tokenize", body).json()["tokens"]
-    text = uncached_server.post("/detokenize", {"tokens": tokens}).json()["prompt"]
+    tokens = cache_server.post("/tokenize", body).json()["tokens"]
+    text = cache_server.post("/detokenize", {"tokens": tokens}).json()["prompt"]
     assert '"get_weather"' in text.split("<|im_start|>")[1]
     assert '"city": "Bern"' in text
     assert "<|im_start|>tool\nsunny" in text

@@ -366,6 +366,20 @@ def test_two_api_processes_share_one_engine_and_each_others_items():
     world.run(scenario)
 
 
+def test_an_injected_item_is_stored_once_every_api_process_may_name_it():
+    world = World(num_senders=2)
+
+    async def scenario(client):
+        async with world.client() as other:
+            await other.wait_ready()
+            outcomes = await client.inject_items([(key("cat"), item(4))])
+            assert [outcome.status for outcome in outcomes] == ["stored"]
+            assert other.directory.peek(key("cat")) is not None
+        await until(lambda: len(world.engine.receiver_cache.store.senders) == 1)
+
+    world.run(scenario)
+
+
 def test_any_api_process_may_abort_a_request_of_another():
     world = World(num_senders=2)
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import threading
 import time
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,7 +23,7 @@ from lookonce.engine.process.grammar import (
     GrammarWorker,
     grammar_key,
 )
-from lookonce.engine.process.grammar_worker import GrammarLimits
+from lookonce.engine.process.grammar_worker import NICENESS, GrammarLimits
 from lookonce.errors import BadRequestError, QueueFullError, UnavailableError
 from lookonce.types.sampling import Grammar
 from tests.support.engine.grammars import EOS, VOCAB
@@ -77,7 +77,7 @@ class GatedCompiler:
             gate.set()
 
 
-@contextmanager
+@contextlib.contextmanager
 def pooled(**options):
     compiler = GatedCompiler()
     pool = GrammarCompilerPool(lambda: None, **options)
@@ -291,17 +291,35 @@ def test_a_grammar_beyond_a_limit_is_refused_naming_its_field_and_the_next_one_w
     assert compiler.compile(grammar("[a-z]{3}")).nbytes < 1 << 20
 
 
-def test_a_worker_whose_client_left_is_killed():
+def test_what_takes_long_gets_a_low_priority_and_is_killed_when_its_client_left():
     compiler = compiler_with(cpu_seconds=60.0)
     compiler.compile(grammar("[a-z]{3}"))
     (worker,) = compiler._workers
+    usual, seen = priority(worker.pid), set[int]()
+
+    def left():
+        seen.update(priorities(worker))
+        return True
+
     began = time.thread_time()
     with pytest.raises(AbandonedError):
-        compiler.compile(grammar(PATTERNS, "json_schema"), lambda: True)
+        compiler.compile(grammar(PATTERNS, "json_schema"), left)
     assert time.thread_time() - began < 1  # nothing was compiled here
+    if Path("/proc/self/task").is_dir():
+        assert seen == {usual, max(usual, NICENESS)}  # of the first thread, and of the grammar's
     with pytest.raises(ProcessLookupError):
         os.kill(worker.pid, 0)
     assert compiler.compile(grammar("[a-z]{4}"))
+
+
+def priorities(worker):
+    """Of all its threads; empty where there is no /proc."""
+    folder = Path(f"/proc/{worker.pid}/task")
+    return [priority(int(task.name)) for task in folder.iterdir()] if folder.is_dir() else []
+
+
+def priority(thread):
+    return os.getpriority(os.PRIO_PROCESS, thread)
 
 
 def test_a_worker_that_dies_fails_one_grammar_at_most():

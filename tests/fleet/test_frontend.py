@@ -11,11 +11,12 @@ from typing import Any
 
 import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from lookonce.config import Options, resolve
 from lookonce.fleet.frontend import EngineAddress, Fleet, Frontend
 from lookonce.fleet.router import Router
-from lookonce.fleet.server import FrontendServer
+from lookonce.fleet.server import FrontendServer, ListenerOwner, listening, shared_listener
 from tests.support.fake_engine import (
     Answer,
     FakeEngine,
@@ -31,8 +32,15 @@ pytestmark = pytest.mark.anyio
 class Served:
     """A front-end on a real socket over fake engines."""
 
-    def __init__(self, engines: list[FakeEngine], frontend: Frontend, fleet: Fleet, url: str):
-        self.engines, self.frontend, self.fleet = engines, frontend, fleet
+    def __init__(
+        self,
+        engines: list[FakeEngine],
+        frontend: Frontend,
+        fleet: Fleet,
+        server: FrontendServer,
+        url: str,
+    ):
+        self.engines, self.frontend, self.fleet, self.server = engines, frontend, fleet, server
         self.client = httpx.AsyncClient(base_url=url, timeout=30)
 
     def named(self, name: str) -> FakeEngine:
@@ -50,7 +58,12 @@ class Served:
 
 
 @contextlib.asynccontextmanager
-async def serving(*engines: FakeEngine, wait: bool = True, **options: Any) -> AsyncIterator[Served]:
+async def serving(
+    *engines: FakeEngine,
+    wait: bool = True,
+    listener: socket.socket | None = None,
+    **options: Any,
+) -> AsyncIterator[Served]:
     config = resolve(Options(port=0, **options)).server
     async with contextlib.AsyncExitStack() as stack:
         for engine in engines:
@@ -59,13 +72,13 @@ async def serving(*engines: FakeEngine, wait: bool = True, **options: Any) -> As
         fleet.update({e.name: EngineAddress(e.name, e.model, e.address) for e in engines})
         frontend = Frontend(fleet, config)
         server = FrontendServer(frontend, config)
-        with socket.create_server(("127.0.0.1", 0)) as listener:
+        with listener or socket.create_server(("127.0.0.1", 0)) as listener:
             url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+            served = Served(list(engines), frontend, fleet, server, url)
+            if wait:
+                await served.until(lambda: len(fleet.ready()) == len(engines))
             task = asyncio.get_running_loop().create_task(server.serve(sockets=[listener]))
-            served = Served(list(engines), frontend, fleet, url)
             try:
-                if wait:
-                    await served.until(lambda: len(fleet.ready()) == len(engines))
                 yield served
             finally:
                 await served.client.aclose()
@@ -134,7 +147,7 @@ async def test_an_engine_that_says_503_is_replaced_and_the_last_answer_stays() -
     async with serving(*engines) as served:
         response = await served.ask()
         assert response.status_code == 503
-        assert sum(len(engine.received) for engine in engines) == 2
+        assert [len(engine.received) for engine in engines] == [1, 1, 1]
 
 
 async def test_a_death_in_the_middle_ends_its_own_stream_with_an_error() -> None:
@@ -260,6 +273,10 @@ async def test_without_an_engine_it_says_so_and_engines_may_come_later() -> None
         assert (await served.client.get("/health")).status_code == 200
         metrics = (await served.client.get("/metrics")).text
         assert 'lookonce_fleet_engine_ready{engine="a",model="nano"} 1' in metrics
+        assert 'lookonce_encoder_runs_total{engine="a"} 3' in metrics
+        assert 'lookonce_media_total{engine="a",modality="image"} 2' in metrics
+        found = {family.name for family in text_string_to_metric_families(metrics)}
+        assert {"lookonce_encoder_runs", "lookonce_fleet_routed"} <= found
         (engine,) = (await served.client.get("/fleet")).json()["engines"]
         assert engine["ready"]
 
@@ -297,3 +314,63 @@ async def test_broken_requests_are_the_engines_to_refuse() -> None:
             "/v1/completions", json={}, headers={"origin": "https://evil.example"}
         )
         assert posted.status_code == 403
+
+
+# --- front-ends that are replaced ----------------------------------------------------------------
+
+
+async def test_a_front_end_that_drains_answers_open_connections_and_closes_them() -> None:
+    async with serving(FakeEngine("a")) as served:
+        assert "connection" not in (await served.ask()).headers
+        stopping = asyncio.create_task(served.server.stop())
+        await served.until(lambda: served.frontend.draining)
+        assert (await served.client.get("/ready")).status_code == 503
+        await stopping  # no connection is open any more
+
+
+async def test_a_request_on_an_open_connection_is_served_while_draining() -> None:
+    async with serving(FakeEngine("a")) as served:
+        await served.ask()
+        stopping = asyncio.create_task(served.server.stop())
+        await served.until(lambda: served.frontend.draining)
+        response = await served.ask()
+        assert response.status_code == 200
+        assert response.headers["connection"] == "close"
+        await stopping
+
+
+async def test_what_waits_to_be_accepted_is_served_by_the_next_front_end() -> None:
+    owner = ListenerOwner(listening("127.0.0.1", 0))
+    try:
+        port = owner.port
+        first, none = shared_listener("127.0.0.1", port)
+        assert none is None
+        async with serving(FakeEngine("a"), listener=first) as served:
+            assert (await served.ask()).json()["engine"] == "a"
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=30) as client:
+            body = {"model": "nano", "messages": [{"role": "user", "content": "hello"}]}
+            once = {"connection": "close"}
+            asked = client.post("/v1/chat/completions", json=body, headers=once)
+            waiting = asyncio.create_task(asked)
+            await asyncio.sleep(0)  # nobody accepts now
+            second, _ = shared_listener("127.0.0.1", port)
+            async with serving(FakeEngine("b"), listener=second):
+                assert (await waiting).json()["engine"] == "b"
+    finally:
+        owner.close()
+
+
+async def test_the_first_front_end_of_a_machine_owns_the_listener() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    first, owner = shared_listener("127.0.0.1", port)
+    assert owner is not None
+    second, none = shared_listener("127.0.0.1", port)
+    assert none is None
+    with first, second:
+        assert first.getsockname() == second.getsockname()
+        owner.close()
+        third, again = shared_listener("127.0.0.1", port)
+        assert again is not None
+        again.close()
+        third.close()

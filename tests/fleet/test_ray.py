@@ -20,6 +20,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+import yaml
 from PIL import Image
 
 from tests.support.live_server import LiveServer
@@ -28,6 +29,7 @@ pytest.importorskip("ray")
 pytestmark = [pytest.mark.fleet, pytest.mark.timeout(600)]
 
 ENGINES = 3
+EXAMPLE = Path(__file__).parents[2] / "deploy/kubernetes/fleet/lookonce-fleet.yaml"
 
 
 class RunningFleet:
@@ -44,14 +46,14 @@ class RunningFleet:
         self.url = self.server.url
         self.until_engines(ENGINES)
 
-    def write(self, engines: int, seqs: int = 8) -> None:
+    def write(self, engines: int, seqs: int = 8, **scaling: Any) -> None:
         options = {"max-num-seqs": seqs}
-        model = {"model": "nano", "engines": engines, "options": options}
+        model = {"model": "nano", "engines": engines, "options": options, **scaling}
         fleet = {"frontends": 2, "api_key_file": str(self.keys), "models": [model]}
         self.file.write_text(json.dumps(fleet))
 
-    def scale(self, engines: int, seqs: int = 8) -> None:
-        self.write(engines, seqs)
+    def scale(self, engines: int, seqs: int = 8, **scaling: Any) -> None:
+        self.write(engines, seqs, **scaling)
         self.server.process.send_signal(signal.SIGHUP)
 
     def client(self, key: str = "key-one", **options: Any) -> openai.OpenAI:
@@ -75,13 +77,22 @@ class RunningFleet:
         until(settled, 300)
 
     def pids(self, command: str) -> list[int]:
-        """Processes of this user with this in their command line."""
-        found = []
+        """Processes of this fleet with this in their command line."""
+        parents: dict[int, int] = {}
+        lines: dict[int, str] = {}
         for folder in Path("/proc").iterdir():
             with contextlib.suppress(OSError):
-                if folder.name.isdigit() and command in (folder / "cmdline").read_bytes().decode():
-                    found.append(int(folder.name))
-        return found
+                if folder.name.isdigit():
+                    state = (folder / "stat").read_text().rpartition(")")[2].split()
+                    line = (folder / "cmdline").read_bytes().replace(b"\0", b" ")
+                    parents[int(folder.name)], lines[int(folder.name)] = int(state[1]), str(line)
+
+        def is_ours(pid: int) -> bool:
+            while pid in parents and pid != self.server.process.pid:
+                pid = parents[pid]
+            return pid == self.server.process.pid
+
+        return [pid for pid, line in lines.items() if command in line and is_ours(pid)]
 
 
 def until(condition: Callable[[], object], seconds: float) -> None:
@@ -229,6 +240,18 @@ def test_a_rolling_update_fails_no_request(fleet: RunningFleet) -> None:
     assert bystanders.failures == []
 
 
+def test_a_queue_that_costs_too_much_gets_another_engine(fleet: RunningFleet) -> None:
+    delays = {"upscale_delay": 1.0, "downscale_delay": 2.0}
+    fleet.scale(2, seqs=6)
+    fleet.until_engines(2)
+    with Bystanders(fleet) as bystanders:
+        fleet.scale(2, seqs=6, max_engines=3, target_wait=0.0005, **delays)
+        fleet.until_engines(3)
+    fleet.until_engines(2)
+    fleet.scale(2, seqs=6)
+    assert bystanders.failures == []
+
+
 @pytest.mark.parametrize(
     "command", ["ray::ServeReplica:lookonce:Engine", "lookonce.cli.main serve"]
 )
@@ -239,7 +262,7 @@ def test_a_killed_engine_is_replaced_and_no_whole_answer_fails(
     with Bystanders(fleet) as bystanders:
         os.kill(fleet.pids(command)[0], signal.SIGKILL)
         until(lambda: {e["name"] for e in fleet.engines()} - before, 300)
-        fleet.until_engines(2)
+        fleet.until_engines(len(before))
     assert bystanders.failures == []
 
 
@@ -251,3 +274,13 @@ def test_a_killed_front_end_is_replaced_and_the_other_serves(fleet: RunningFleet
         os.kill(front_ends[0], signal.SIGKILL)
         until(lambda: len(fleet.pids("ray::ServeReplica:lookonce:Frontend")) == 2, 120)
     assert bystanders.failures == []
+
+
+def test_the_example_for_kuberay_is_what_serve_takes() -> None:
+    from ray.serve.schema import ServeDeploySchema
+
+    from lookonce.cli.fleet import build
+
+    service, _ = yaml.safe_load_all(EXAMPLE.read_text())
+    serve = ServeDeploySchema.parse_obj(yaml.safe_load(service["spec"]["serveConfigV2"]))
+    assert build(serve.applications[0].args) is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import math
 from typing import Any
 
@@ -13,9 +14,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from lookonce.cache.identity import item_key, media_hash, name_digest, scope_digest
 from lookonce.config import ENCODER_TOPIC, ITEM_TOPIC
-from lookonce.fleet.identity import Identity, Processor, identify
+from lookonce.fleet.identity import Identity, Processor, identify, identify_body
 from lookonce.fleet.index import short
-from lookonce.fleet.router import NoEngineError, Route, Router
+from lookonce.fleet.router import NoEngineError, QueuePrice, Route, Router, engines_wanted
 from lookonce.fleet.subscriber import Added, AllGone, EngineLoad, Gone, PromptComputed
 
 PROCESSOR = Processor(b"fingerprint")
@@ -108,6 +109,44 @@ def test_forms_of_one_picture_have_one_key() -> None:
     hashes = {"image": [media_hash(b"cat", modality="image", fingerprint=b"fingerprint").hex()]}
     rendered = identity({"token_ids": [1, 2], "features": {"mm_hashes": hashes}})
     assert rendered.media[0].key == short(picture_key(b"cat"))
+
+
+LARGE = [base64.b64encode(bytes([n]) * 60_000).decode() for n in range(3)]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        [{"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}]
+        for data in (LARGE[0], LARGE[0] + "!", LARGE[0] + '"', LARGE[0] + "\\", LARGE[0][:-1])
+    ]
+    + [
+        [picture(b"a" * 60_000), {"type": "text", "text": "and"}, picture(b"b" * 60_000)],
+        [picture(b"a" * 60_000), {"type": "text", "text": f"data:image/png;base64,{LARGE[0]}"}],
+        [{"type": "text", "text": f";base64,{LARGE[0]}"}],
+        [{"type": "video_url", "video_url": {"url": f"data:video/mp4;base64,{LARGE[0]}"}}],
+        [{"type": "file", "file": {"file_data": f"data:application/pdf;base64,{LARGE[0]}"}}],
+        [{"type": "input_audio", "input_audio": {"data": LARGE[0], "format": "wav"}}],
+        "hello",
+    ],
+)
+def test_a_body_says_the_same_however_it_is_read(content: Any) -> None:
+    given = chat(content)
+    body = json.dumps(given).encode()
+    assert identify_body(body, "a", lambda _: PROCESSOR)[1] == identity(given, "a")
+    escaped = body.replace(b"/", rb"\/")
+    assert identify_body(escaped, "a", lambda _: PROCESSOR)[1] == identity(given, "a")
+
+
+def test_large_pictures_are_cut_out_of_a_body() -> None:
+    body = json.dumps(chat([picture(b"a" * 60_000), picture(b"b" * 60_000)])).encode()
+    given, found = identify_body(body, "", lambda _: PROCESSOR)
+    assert len(json.dumps(given)) < 1000
+    assert [medium.key for medium in found.media] == [
+        short(picture_key(byte * 60_000)) for byte in (b"a", b"b")
+    ]
+    for what in (b"", b"[]", b"{", b'"x"', b"\xff"):
+        assert identify_body(what, "", lambda _: PROCESSOR) == ({}, Identity())
 
 
 def test_options_and_urls_get_names_of_their_own() -> None:
@@ -292,6 +331,41 @@ CONTENTS = st.lists(
     min_size=1,
     max_size=4,
 )
+
+
+def test_a_queue_costs_what_its_requests_usually_take() -> None:
+    price = QueuePrice()
+    price.apply([load()])  # of the warm-up: 4 s
+    computed = [PromptComputed(str(n), 10, [], None) for n in range(4)]
+    price.apply([*computed, load(2, prompt_seconds=5.0, decode_seconds=5.0)])  # 8 s more
+    assert price.seconds == pytest.approx(2 * 0.5 * 2.0)
+    price.apply([load(0, prompt_seconds=5.0, decode_seconds=5.0)])
+    assert price.seconds == 0
+    price.apply([load(4, prompt_seconds=0.0, decode_seconds=0.0, encode_seconds=0.0)])
+    assert price.seconds == pytest.approx(4.0)  # the engine began anew, requests are the same
+
+
+@pytest.mark.parametrize(
+    ("prices", "wanted"), [([0.0, 0.0], 1), ([0.5], 1), ([0.6], 2), ([1.0, 1.0, 0.1], 5)]
+)
+def test_engines_follow_the_work_that_waits(prices: list[float], wanted: int) -> None:
+    assert engines_wanted(prices, target_wait=0.5) == wanted
+
+
+def test_what_a_shared_tier_gives_costs_what_it_takes() -> None:
+    fleet = Fleet("a", "b")
+    asked = identity(chat([picture(b"cat"), {"type": "text", "text": "What? " * 400}]))
+    first = fleet.serve(asked)
+    other = next(e for e in fleet.router.engines.values() if e is not first.engine)
+    without = fleet.serve(asked).next_price
+    assert without > 0.2  # an encoder run and the prompt
+    outputs = {"tier_outputs": 10, "tier_output_seconds": 0.01}
+    fleet.router.apply(other, [load(**outputs)])
+    with_outputs = fleet.serve(asked).next_price
+    assert with_outputs < without - 0.19
+    tokens = {"tier_tokens": 1000, "tier_token_seconds": 0.01}
+    fleet.router.apply(first.engine, [load(**tokens)])  # what one loads, others can
+    assert fleet.serve(asked).next_price < with_outputs / 2
 
 
 class RouterMachine(RuleBasedStateMachine):

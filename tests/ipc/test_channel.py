@@ -210,6 +210,33 @@ def test_sending_neither_blocks_nor_drops_whatever_the_engine_does(wire):
     assert [message.seq for _, message in engine.received] == list(range(1, count + 1))
 
 
+def test_what_was_sent_is_awaited_until_the_engine_has_received_it_or_is_gone(wire):
+    engine = Echo(wire.engine())
+    engine.open.clear()
+
+    async def scenario():
+        async with connected(wire) as (channel, _):
+            await channel.wait_received()  # nothing is under way
+            channel.send_now(update(1, 10))
+            waiting = asyncio.create_task(channel.wait_received())
+            left = asyncio.create_task(channel.wait_received())
+            await asyncio.sleep(0)
+            left.cancel()
+            await asyncio.wait([left])
+            assert not waiting.done()
+            engine.open.set()
+            await waiting
+            engine.silent = True
+            channel.send_now(update(2, 10))
+            lost = asyncio.create_task(channel.wait_received())
+            await until(lambda: len(engine.received) == 2)
+            await asyncio.to_thread(engine.stop)
+            with pytest.raises(EngineDeadError):
+                await lost
+
+    run(scenario())
+
+
 def test_room_that_is_not_used_comes_back(wire):
     engine = Echo(wire.engine())
 

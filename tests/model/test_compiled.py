@@ -15,7 +15,6 @@ import torch
 from lookonce.errors import ConfigError
 from lookonce.model.native import compiled
 from lookonce.model.native.compiled import (
-    VARIANTS,
     Choice,
     choose,
     cpu_flags,
@@ -132,38 +131,71 @@ def test_the_choice_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     assert lines == [f"CPU kernels: {compiled.chosen.variant} ({compiled.chosen.why})"]
 
 
-REPORT = """
-import logging, sys
+REPORTS = """
+import ctypes, logging, os, sys
+import torch  # once: it takes a process two seconds
 logging.basicConfig(format="%(levelname)s %(message)s", level=logging.INFO)
-from lookonce.model.native import compiled
-if sys.argv[1:]:
-    import ctypes
-    ctypes.CDLL(sys.argv[1])
-compiled.report()
+for number, (variant, library) in enumerate(zip(sys.argv[1::2], sys.argv[2::2])):
+    print("process", number, file=sys.stderr, flush=True)
+    pid = os.fork()
+    if pid == 0:
+        os.environ.update({"LOOKONCE_CPU_KERNELS": variant} if variant else {})
+        from lookonce.model.native import compiled
+        if library:
+            ctypes.CDLL(library)
+        compiled.report()
+        sys.stderr.flush()
+        os._exit(0)
+    if os.waitpid(pid, 0)[1]:
+        sys.exit("it failed")
 """
 
 
-@pytest.mark.parametrize("variant", [*VARIANTS, "none"])
-def test_each_variant_uses_the_openmp_runtime_of_torch(variant: str) -> None:
-    if variant != "none" and variant not in runnable(cpu_flags()):
-        pytest.skip(f"this CPU cannot run the {variant} kernels")
-    child = in_child(REPORT, LOOKONCE_CPU_KERNELS=variant)
-    assert child.returncode == 0, child.stderr
-    reason = "LOOKONCE_CPU_KERNELS" + ("=none" if variant == "none" else " says so")
-    assert child.stderr.splitlines() == [f"INFO CPU kernels: {variant} ({reason})"]
+FORCED = [*runnable(cpu_flags()), "none"]
 
 
-def test_a_second_openmp_runtime_is_a_warning(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def second_runtime(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A copy of the OpenMP runtime, or "" where none is told of."""
     runtimes = openmp_runtimes()
     if not runtimes:
-        pytest.skip("no OpenMP runtime is told of here")
-    second = tmp_path / "libgomp-second.so.1"
+        return ""
+    second = tmp_path_factory.mktemp("openmp") / "libgomp-second.so.1"
     second.write_bytes(Path(runtimes[0]).read_bytes())
-    child = in_child(REPORT, str(second))
-    warnings = [line for line in child.stderr.splitlines() if line.startswith("WARNING")]
+    return str(second)
+
+
+@pytest.fixture(scope="module")
+def reports(second_runtime: str) -> list[list[str]]:
+    """What `report` logs in a new process for each of `FORCED`, and in one more, where nothing is
+    forced and another OpenMP runtime is loaded."""
+    child = in_child(REPORTS, *(word for each in FORCED for word in (each, "")), "", second_runtime)
+    assert child.returncode == 0, child.stderr
+    told: list[list[str]] = []
+    for line in child.stderr.splitlines():
+        if line == f"process {len(told)}":
+            told.append([])
+        else:
+            told[-1].append(line)
+    return told
+
+
+def test_each_variant_uses_the_openmp_runtime_of_torch(reports: list[list[str]]) -> None:
+    reasons = [f"LOOKONCE_CPU_KERNELS{'=none' if run == 'none' else ' says so'}" for run in FORCED]
+    assert reports[:-1] == [
+        [f"INFO CPU kernels: {run} ({why})"] for run, why in zip(FORCED, reasons, strict=True)
+    ]
+
+
+def test_a_second_openmp_runtime_is_a_warning(
+    reports: list[list[str]], second_runtime: str
+) -> None:
+    if not second_runtime:
+        pytest.skip("no OpenMP runtime is told of here")
+    warnings = [line for line in reports[-1] if line.startswith("WARNING")]
     assert len(warnings) == 1
     assert "2 OpenMP runtimes are loaded" in warnings[0]
-    assert str(second) in warnings[0]
+    assert second_runtime in warnings[0]
 
 
 def test_runtimes_are_told_by_their_names(tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ import pytest
 import torch
 from msgspec.structs import replace
 from torch import nn
-from transformers.utils import is_timm_available, is_torchaudio_available, is_torchvision_available
 
 from lookonce.config import ModelConfig
 from lookonce.errors import BadRequestError, LookOnceError, ModelLoadError
@@ -26,7 +25,7 @@ from lookonce.render.families.arrays import int64_array
 from lookonce.render.families.registry import FAMILIES as RENDER_FAMILIES
 from lookonce.render.families.registry import load_family, media_examples
 from lookonce.render.media.external_items import item_from_arrays
-from lookonce.types.media import Expansion, MediaExample
+from lookonce.types.media import EVERY_TOKEN, Expansion, MediaExample
 from lookonce.types.model import (
     GENERAL_MEDIA,
     SUPPORTED,
@@ -41,6 +40,7 @@ from tests.support.model.serving import (
     assert_parity,
     blocks_for_preemption,
     load_general,
+    missing_library,
     serve,
 )
 from tests.support.model_folders.general_media import VARIANTS
@@ -56,26 +56,16 @@ REFUSED = {
     "hunyuan_vl": "Expected 4 multimodal RoPE channels",
     "pp_chart2table": "has places for",  # its template writes the tokens of a picture
 }
-NEED_TIMM = ("fast_vlm", "perception_lm")
-NEED_TORCHVISION = (
-    *("cohere2_vision", "gemma4_unified", "kimi_k25", "llama4", "minimax_m3_vl", "muse_glimmer"),
-    *("step3p7", *NEED_TIMM),
-)
 NEW = ("cosmos3_omni", "cosmos3_edge", "cohere_compass", "glmga", "got_ocr2")
 """Types that are served with nothing of ours but their name in `GENERAL_MEDIA`."""
-NEED_TORCHAUDIO = ("fun_asr_nano", "granite_speech", "granite_speech_plus")
 ALL = bool(os.environ.get("ALL_MODELS"))
 BLOCK = 4
 
 
 @pytest.fixture(scope="module", params=[*GENERAL_MEDIA, *VARIANTS] if ALL else SAMPLE)
 def subject(request, subjects) -> Subject:
-    if request.param in NEED_TORCHVISION and not is_torchvision_available():
-        pytest.skip("its processor needs torchvision")
-    if request.param in NEED_TIMM and not is_timm_available():
-        pytest.skip("its encoder needs timm")
-    if request.param in NEED_TORCHAUDIO and not is_torchaudio_available():
-        pytest.skip("its processor needs torchaudio")
+    if library := missing_library(request.param):
+        pytest.skip(f"it needs {library}")
     return subjects(f"media:{request.param}")
 
 
@@ -98,8 +88,8 @@ def test_a_type_is_listed_once():
 
 def test_a_type_with_a_text_model_that_is_not_served_is_refused_for_that_reason():
     config = {
-        "model_type": "lfm2_vl",
-        "text_config": {"model_type": "minimax"},
+        "model_type": "griffin_vl",
+        "text_config": {"model_type": "recurrent_gemma"},
         "vision_config": {},
     }
     with pytest.raises(ModelLoadError, match="keep another state than keys and values"):
@@ -158,6 +148,13 @@ def test_processed_items_are_refused(folder):
     ):
         with pytest.raises(LookOnceError):
             family.check_processed(wrong)
+
+
+def test_items_whose_every_token_takes_a_row_pass_the_check(folder):
+    family = load_family(folder("media:ovis2"), "float32")
+    item = family.process("image", picture(1), {})
+    assert item.expansion.embed_token_id == EVERY_TOKEN
+    family.check_processed(item)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

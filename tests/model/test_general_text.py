@@ -14,7 +14,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from lookonce.config import ModelConfig
 from lookonce.errors import ModelLoadError
+from lookonce.model.attention.hf_attention import LATENT, in_paged_forward
+from lookonce.model.attention.latent import LatentAttention
 from lookonce.model.families.general import GeneralTextFamily
+from lookonce.model.kv_pages import KVPages
 from lookonce.model.loader import load_model
 from lookonce.model.proof import prove
 from lookonce.types.model import EMBEDDERS, GENERAL_TEXT, SUPPORTED, UNSERVABLE
@@ -160,6 +163,50 @@ def test_attention_in_both_directions_is_found(folder):
 def test_the_factor_of_the_logits_is_the_configs_own(folder):
     family = load(folder, "granite")
     assert family.logit_scale == 1 / family.config.logits_scaling
+
+
+# --- latent attention ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def latents(subjects, monkeypatch) -> GeneralTextFamily:
+    family = subjects("text:deepseek_v3").loaded.family
+    monkeypatch.setattr(family, "logit_scale", family.logit_scale)  # comparing sets it
+    return family
+
+
+def test_latent_attention_keeps_one_compressed_row_for_a_token(latents):
+    """As DeepSeek-V2's paper says (table 1): the latent and the rotated key, whatever the heads."""
+    config, layout = latents.text_config, latents.kv_layout(16, torch.float32)
+    numbers = config.kv_lora_rank + config.qk_rope_head_dim
+    assert layout.block_bytes == 16 * config.num_hidden_layers * numbers * 4
+    pages = KVPages(layout, 3)
+    assert pages.num_bytes == 3 * layout.block_bytes
+    whole = 2 * config.num_attention_heads * (config.qk_nope_head_dim + config.qk_rope_head_dim)
+    assert numbers < whole / 4
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_matrices_of_other_heads_are_found(latents, monkeypatch, which):
+    matrices = LatentAttention._matrices
+
+    def swapped(latent):
+        found = list(matrices(latent))
+        found[which] = found[which].flip(0)
+        return tuple(found)
+
+    monkeypatch.setattr(LatentAttention, "_matrices", swapped)
+    assert_refused(latents)
+
+
+def test_rotated_keys_that_are_dropped_are_found(latents, monkeypatch):
+    def without(expand):
+        return lambda row, rotated: expand(row, rotated * (not in_paged_forward()))
+
+    for module in latents.decoder.modules():
+        if hasattr(module, LATENT):
+            monkeypatch.setattr(module, "expand_kv", without(module.expand_kv))
+    assert_refused(latents)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -1,4 +1,7 @@
-"""Greedy answers through scheduler and runner equal plain Hugging Face's, token for token."""
+"""Greedy answers through scheduler and runner equal plain Hugging Face's, token for token.
+
+With some kinds of model and one budget of tokens; in `make test-models` with all.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,13 @@ import json
 import pytest
 
 from lookonce.types.model import ENCODER_DECODER, SUPPORTED
-from tests.support.model.cases import KINDS, MAX_LOGIT_ERROR
+from tests.support.model.cases import ALL_MODELS, COMPARED, KINDS, MAX_LOGIT_ERROR
 from tests.support.model.serving import Subject, blocks_for_preemption, compare, serve
 
 BLOCK = 4
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=COMPARED)
 def subject(request, subjects) -> Subject:
     return subjects(request.param)
 
@@ -35,7 +38,7 @@ def assert_parity(served, expected, report) -> None:
     assert difference.max_logit_error < MAX_LOGIT_ERROR
 
 
-@pytest.mark.parametrize("budget", [16, 23, 64])
+@pytest.mark.parametrize("budget", [16, 23, 64] if ALL_MODELS else [23])
 def test_mixed_batches_and_prefix_hits_change_no_token(subject, budget, record_property):
     served = serve(subject.loaded, subject.cases, budget=budget)
     assert served.stats["prefix_cache_hits_total"] > 0

@@ -2,14 +2,14 @@
 
 A message with pictures and sounds as PNG and WAV bytes goes through renderer, engine core,
 scheduler and runner. Its ids equal those of Hugging Face's full processor, its answer that of
-`generate`.
+`generate`. In `make test-models` with all kinds of model.
 """
 
 from __future__ import annotations
 
 import pytest
 
-from tests.support.model.cases import KINDS, MAX_LOGIT_ERROR, picture, sound
+from tests.support.model.cases import COMPARED, MAX_LOGIT_ERROR, picture, sound
 from tests.support.model.chats import chat_case
 from tests.support.model.serving import compare, expected_answers, serve
 
@@ -31,7 +31,7 @@ def chats_of(kind, modalities):
     return [*chats, BOTH] if {"image", "audio"} <= set(modalities) else chats
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", COMPARED)
 def test_a_chat_is_answered_as_hugging_face_answers_it(subjects, folder, kind, record_property):
     subject = subjects(kind)
     chats = chats_of(kind, subject.loaded.info.modalities)

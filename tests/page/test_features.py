@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 
-from lookonce.errors import UnprocessableMediaError
+from lookonce.errors import QueueFullError, UnprocessableMediaError
 from lookonce.frontend.tools.formats import choose_dialect
 from tests.support.page.actions import answers, ask, drop_file, drop_picture, expect
 from tests.support.page.pausable_server import PausableServer
@@ -183,6 +183,28 @@ def test_an_answer_is_tried_again_and_a_question_edited(reciting, open_sized):
     ask_and_wait(page, "C?")
     expect(page.get_by_role("article", name="You")).to_have_text(["C?"])
     assert bytes(server.engine.prompts[-1].token_ids) == b"C?"
+
+
+def test_what_was_said_stands_as_before_where_an_edited_question_is_refused(reciting, open_page):
+    server = reciting("one")
+    page = open_page(server.url, expect_errors=True)
+    ask_and_wait(page, "A?")
+    ask_and_wait(page, "B?", 2)
+    server.engine.refusal = QueueFullError("too many requests are waiting")
+    page.get_by_role("button", name="Edit question").first.click()
+    ask(page, "C?")
+    expect(page.get_by_text("too many requests are waiting")).to_be_visible()
+    expect(page.get_by_role("article", name="You")).to_have_text(["A?", "B?"])
+    expect(answers(page).locator(".said")).to_have_text(["one", "one"])
+    expect(page.locator("#editing")).to_be_visible()
+    page.reload()
+    expect(page.get_by_role("article", name="You")).to_have_text(["A?", "B?"])
+
+    server.engine.refusal = None
+    page.get_by_role("button", name="Edit question").first.click()
+    ask(page, "C?")
+    expect(page.get_by_role("article", name="You")).to_have_text(["C?"])
+    expect(page.locator(".receipt")).to_have_count(1)
 
 
 def test_an_answer_is_stopped_by_the_button(reciting, open_sized):

@@ -12,12 +12,14 @@ from lookonce.errors import (
     BadRequestError,
     LookOnceError,
     MediaForbiddenError,
+    QueueFullError,
     TooLargeError,
     UnprocessableMediaError,
 )
 from lookonce.render.media.address_guard import GuardedBackend, is_any
 from lookonce.render.media.fetch import MAX_CONNECTIONS, MAX_FETCHES, MAX_REDIRECTS, Fetcher
 from lookonce.render.media.fetch_cache import FetchCache
+from lookonce.types.held_bytes import HeldBytes, TenantBytes, current_held_bytes
 from tests.support.render.origin import Answer, Handler, Origin, Request, origin
 
 BODY = b"picture" * 10
@@ -198,6 +200,22 @@ def test_answers_that_hold_no_media_are_refused(
 
 def test_a_body_of_exactly_the_limit_passes() -> None:
     assert fetch({"/": Answer(bytes(1000))})[0] == bytes(1000)
+
+
+def test_what_has_come_counts_for_the_tenant_while_it_comes() -> None:
+    async def scenario() -> None:
+        of_all = TenantBytes(1500)
+        with HeldBytes(of_all, "a") as held:
+            current_held_bytes.set(held)
+            async with origin({"/": Answer(bytes(1000))}) as site, open_fetcher() as fetcher:
+                assert len(await fetcher.fetch(site.url("/"))) == 1000
+                assert of_all.total == 0  # whoever holds it now, says so itself
+                held.take(600)
+                with pytest.raises(QueueFullError):
+                    await fetcher.fetch(site.url("/"))
+                assert of_all.total == 600
+
+    asyncio.run(scenario())
 
 
 @pytest.mark.parametrize(

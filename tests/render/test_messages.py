@@ -46,6 +46,12 @@ def test_fields_without_a_value_are_left_out_and_others_kept():
     ]
 
 
+def test_a_refusal_in_the_place_of_content_is_what_was_said():
+    messages = [{"role": "assistant", "content": None, "refusal": "I cannot."}]
+    (message,) = read_messages(messages, (), {}).conversation
+    assert message == {"role": "assistant", "content": "I cannot."}
+
+
 def test_arguments_of_tool_calls_become_objects():
     calls = [
         {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": [1]}'}},

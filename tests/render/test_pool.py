@@ -46,10 +46,27 @@ from lookonce.render.media.pool import (
 )
 from lookonce.render.media.processing import MediaJob, Processed, Processing, ProcessingSettings
 from lookonce.types.media import ProcessedItem
+from tests.support.forked import fork_server_of
 from tests.support.render.doubles import until
 from tests.support.render.fake_worker import EXPANSIONS, PAGES, TIMES
 
-FAKE = (sys.executable, "-m", "tests.support.render.fake_worker")
+FAKE_MODULE = "tests.support.render.fake_worker"
+FAKE = (sys.executable, "-m", FAKE_MODULE)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fork_server() -> Iterator[None]:
+    """`fake_pool` forks its workers here, which takes them milliseconds."""
+    with fork_server_of(FAKE_MODULE) as path, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pool_module, "WORKER", FAKE_MODULE)
+        patch.setattr(Forked, "path", path)
+        yield
+
+
+class Forked:
+    """Where the fork server is."""
+
+    path: Path | None = None
 
 
 def settings(folder: str = "any") -> ProcessingSettings:
@@ -64,10 +81,11 @@ async def fake_pool(
     job_timeout: float = 60.0,
     folder: str = "any",
     check_processed: CheckProcessed | None = None,
+    is_forked: bool = True,
 ) -> AsyncIterator[MediaPool]:
     pool = MediaPool(
         settings(folder),
-        share=ServerShare(num_workers=num_workers),
+        share=ServerShare(num_workers=num_workers, fork_server=Forked.path if is_forked else None),
         max_queue=max_queue,
         job_timeout=job_timeout,
         command=FAKE,
@@ -576,7 +594,7 @@ def test_workers_get_no_secrets_in_their_environment(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("HARMLESS", "seen")
 
     async def scenario() -> None:
-        async with fake_pool(1) as pool:
+        async with fake_pool(1, is_forked=False) as pool:
             pid = worker_of(await pool.run(job()))
             environment = environment_of(pid)
             assert b"canary" not in environment
@@ -707,7 +725,7 @@ def test_a_worker_that_does_not_end_when_killed_is_replaced_all_the_same(
         raise subprocess.TimeoutExpired("worker", timeout)
 
     async def scenario() -> None:
-        async with fake_pool() as pool:
+        async with fake_pool(is_forked=False) as pool:
             with monkeypatch.context() as patch:
                 patch.setattr(subprocess.Popen, "wait", still_there)
                 with pytest.raises(UnprocessableMediaError, match="crashed"):
@@ -728,6 +746,23 @@ def test_closing_ends_a_worker_that_is_still_starting() -> None:
             await starting
 
     asyncio.run(scenario())
+
+
+def test_a_start_that_is_given_up_breaks_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", broken.append)
+
+    async def scenario() -> None:
+        pool = MediaPool(settings("mute"), share=ServerShare(num_workers=1), command=FAKE)
+        starting = asyncio.create_task(pool.start())
+        await until(lambda: pool._workers.processes)
+        starting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+        await pool.aclose()
+
+    asyncio.run(scenario())
+    assert not broken
 
 
 def test_closing_ends_the_workers_and_fails_what_they_were_doing(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
 from io import BytesIO
 from pathlib import Path
@@ -20,16 +20,27 @@ from lookonce.cache.slab_pool import Grant, SlabWriter
 from lookonce.cache.slabs import LARGE, SMALLEST, create_memory
 from lookonce.errors import UnprocessableMediaError
 from lookonce.ipc.framing import MessageSocket, close_fds
+from lookonce.render.media import pool as pool_module
 from lookonce.render.media.pool import MediaPool, ServerShare
 from lookonce.render.media.processing import MediaJob, Processed, Processing, ProcessingSettings
 from lookonce.render.media.worker import SlabGranted, WorkerSlabs, request_decoder, send
 from lookonce.types.media import Array
 from tests.support.drawing import encoded, picture
+from tests.support.forked import fork_server_of
 from tests.support.render.doubles import until
 from tests.support.render.slab_engine import SlabEngine
 
-FAKE = (sys.executable, "-m", "tests.support.render.fake_worker")
+FAKE = "tests.support.render.fake_worker"
+REAL = (sys.executable, "-m", pool_module.WORKER)
 CAPACITY = 64 << 20
+
+
+@pytest.fixture(scope="module")
+def forks() -> Iterator[Path]:
+    """The socket of a fork server for workers that do as they are told."""
+    with fork_server_of(FAKE) as path, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pool_module, "WORKER", FAKE)
+        yield path
 
 
 def descriptors() -> int:
@@ -42,12 +53,15 @@ def mappings(pid: int | str = "self") -> int:
 
 @asynccontextmanager
 async def pool_with_slabs(
-    engine: SlabEngine, *, command: tuple[str, ...] = FAKE, folder: str = "any", workers: int = 1
+    engine: SlabEngine, forks: Path | None = None, *, folder: str = "any"
 ) -> AsyncIterator[MediaPool]:
+    """With a worker that does as it is told, or a real one where there is no fork server for it."""
     pool = MediaPool(
         ProcessingSettings(folder, "float32", 1_000_000, 20.0),
-        share=ServerShare(num_workers=workers, slabs=engine.pool, shared_cache_bytes=CAPACITY),
-        command=command,
+        share=ServerShare(
+            num_workers=1, slabs=engine.pool, shared_cache_bytes=CAPACITY, fork_server=forks
+        ),
+        command=REAL,
     )
     try:
         await pool.start()
@@ -89,9 +103,8 @@ def test_a_real_worker_writes_a_picture_where_it_is_read(
 
     async def scenario() -> None:
         engine = SlabEngine(CAPACITY)
-        command = (sys.executable, "-m", "lookonce.render.media.worker")
         questions = []
-        async with pool_with_slabs(engine, command=command, folder=str(nano_folder)) as pool:
+        async with pool_with_slabs(engine, folder=str(nano_folder)) as pool:
             for data in files:
                 made = await pool.run(MediaJob("image", data, {}))
                 assert made.item == plain.run(MediaJob("image", data, {})).item
@@ -120,8 +133,7 @@ def test_a_real_worker_copies_what_its_processor_has_put_elsewhere(nano_folder: 
 
     async def scenario() -> None:
         engine = SlabEngine(CAPACITY)
-        command = (sys.executable, "-m", "lookonce.render.media.worker")
-        async with pool_with_slabs(engine, command=command, folder=str(nano_folder)) as pool:
+        async with pool_with_slabs(engine, folder=str(nano_folder)) as pool:
             made = await pool.run(MediaJob("audio", data, {}))
             assert made.item == plain.run(MediaJob("audio", data, {})).item
             large = [a for a in made.item.arrays.values() if a.nbytes >= LARGE]
@@ -131,7 +143,7 @@ def test_a_real_worker_copies_what_its_processor_has_put_elsewhere(nano_folder: 
     asyncio.run(scenario())
 
 
-def test_a_worker_that_breaks_the_rules_is_ended_and_only_its_job_fails() -> None:
+def test_a_worker_that_breaks_the_rules_is_ended_and_only_its_job_fails(forks: Path) -> None:
     attacks = (
         "none", "negative", "huge", "endless", "refused without end", "begun without end", "pipe",
         "foreign", "beyond", "unaligned", "integers",
@@ -140,7 +152,7 @@ def test_a_worker_that_breaks_the_rules_is_ended_and_only_its_job_fails() -> Non
     async def scenario() -> None:
         engine = SlabEngine(CAPACITY)
         before = descriptors()
-        async with pool_with_slabs(engine) as pool:
+        async with pool_with_slabs(engine, forks) as pool:
             last = worker_of(await pool.run(job("hello")))
             for how in attacks:
                 with pytest.raises(UnprocessableMediaError, match="crashed"):
@@ -160,10 +172,10 @@ def test_a_worker_that_breaks_the_rules_is_ended_and_only_its_job_fails() -> Non
     asyncio.run(scenario())
 
 
-def test_a_slab_cannot_be_cut_short_by_its_worker() -> None:
+def test_a_slab_cannot_be_cut_short_by_its_worker(forks: Path) -> None:
     async def scenario() -> None:
         engine = SlabEngine(CAPACITY)
-        async with pool_with_slabs(engine) as pool:
+        async with pool_with_slabs(engine, forks) as pool:
             with pytest.raises(UnprocessableMediaError, match="it cannot be cut short"):
                 await pool.run(job("hostile cut short"))
             assert worker_of(await pool.run(job("hello"))), "it still works"
@@ -171,10 +183,13 @@ def test_a_slab_cannot_be_cut_short_by_its_worker() -> None:
     asyncio.run(scenario())
 
 
-def test_contents_that_change_spoil_the_item_of_that_worker_alone() -> None:
+def test_contents_that_change_spoil_the_item_of_that_worker_alone(forks: Path) -> None:
     async def scenario() -> None:
         engine = SlabEngine(CAPACITY)
-        async with pool_with_slabs(engine) as spoiler, pool_with_slabs(engine) as other:
+        async with (
+            pool_with_slabs(engine, forks) as spoiler,
+            pool_with_slabs(engine, forks) as other,
+        ):
             mine = (await other.run(job("hostile write"))).item.arrays["pixels"]
             spoilt = (await spoiler.run(job("hostile write"))).item.arrays["pixels"]
             read = read_by_engine(engine, spoilt)
@@ -194,13 +209,13 @@ def read_by_engine(engine: SlabEngine, array: Array) -> Array:
     return engine.owner.array("a", array.dtype, array.shape, array.nbytes, reference)
 
 
-def test_a_killed_worker_leaves_no_slab_no_mapping_and_no_descriptor() -> None:
+def test_a_killed_worker_leaves_no_slab_no_mapping_and_no_descriptor(forks: Path) -> None:
     """What the engine still reads stays readable; everything else is destroyed."""
 
     async def scenario() -> None:
         engine = SlabEngine(CAPACITY)
         before = descriptors(), mappings()
-        async with pool_with_slabs(engine) as pool:
+        async with pool_with_slabs(engine, forks) as pool:
             made = await pool.run(job("hostile write"))
             array = made.item.arrays["pixels"]
             read = read_by_engine(engine, array)
@@ -219,12 +234,12 @@ def test_a_killed_worker_leaves_no_slab_no_mapping_and_no_descriptor() -> None:
     asyncio.run(scenario())
 
 
-def test_nobody_waits_for_a_worker_that_does_not_read() -> None:
+def test_nobody_waits_for_a_worker_that_does_not_read(forks: Path) -> None:
     """The event loop tells idle workers what to unmap. One that was taken over may be deaf."""
 
     async def scenario() -> None:
         engine = SlabEngine(CAPACITY)
-        async with pool_with_slabs(engine) as pool:
+        async with pool_with_slabs(engine, forks) as pool:
             made = await pool.run(job("hostile deaf"))
             (worker,) = pool._workers.processes
             link = worker._link._link
@@ -271,8 +286,7 @@ def test_a_slab_that_came_with_a_job_and_was_not_used_is_unmapped() -> None:
 def test_an_idle_worker_unmaps_what_is_given_back(nano_folder: Path) -> None:
     async def scenario() -> None:
         engine = SlabEngine(CAPACITY)
-        command = (sys.executable, "-m", "lookonce.render.media.worker")
-        async with pool_with_slabs(engine, command=command, folder=str(nano_folder)) as pool:
+        async with pool_with_slabs(engine, folder=str(nano_folder)) as pool:
             made = await pool.run(
                 MediaJob("image", encoded(picture(("red", "circle"), side=224)), {})
             )

@@ -300,7 +300,7 @@ class TestDecodingInTheSandbox:
             assert got.value.message == expected.value.message
 
 
-@pytest.mark.parametrize("kind", ["idefics3", "qwen2_5_vl", "voxtral"])
+@pytest.mark.parametrize("kind", ["media:internvl", "qwen2_5_vl", "voxtral"])
 def test_processors_of_other_families_work_in_the_sandbox(folder, kind: str) -> None:
     path = folder(kind)
     confined, here = Confined(path), Processing(settings(path))

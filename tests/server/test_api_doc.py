@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from lookonce.errors import LookOnceError, SessionEvictedError, SessionFullError, http_status
@@ -14,7 +15,7 @@ from lookonce.frontend.metrics import COUNTED_ELSEWHERE, Metrics
 from lookonce.server.http.app import ROUTES
 from tests.support.drawing import image_part
 from tests.support.model.cases import picture
-from tests.support.nodes import engine_node, run
+from tests.support.nodes import Node, engine_node, run
 from tests.support.server.media import frontend
 
 PAGE = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
@@ -37,7 +38,8 @@ def sections() -> list[tuple[str, str, list[str]]]:
     return found
 
 
-EXAMPLES = [section for section in sections() if section[2]]
+EXAMPLES = sorted((section for section in sections() if section[2]), key=lambda each: each[0])
+"""Those of GET first, of a server that has done nothing yet."""
 
 
 def shape(value: object) -> object:
@@ -55,24 +57,38 @@ def shape(value: object) -> object:
             return "text"
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=[f"{s[0]} {s[1]}" for s in EXAMPLES])
-def test_the_example_s_answer_has_the_shape_that_is_shown(folder, example):
-    method, path, blocks = example
+@pytest.fixture(scope="module")
+def answers(folder) -> list[httpx.Response]:
+    """To the examples, by one server, whose caches are emptied before each; at last to one that is
+    an error."""
+    found: list[httpx.Response] = []
+
+    async def answer(node: Node, method: str, path: str, blocks: list[str]) -> httpx.Response:
+        for tier in ("mm", "encoder", "prefix"):
+            assert (await node.post(f"/reset_{tier}_cache", None)).status_code == 200
+        if method == "GET":
+            return await node.http.get(path)
+        _, _, arrays = await frontend(node, PART)
+        data = PART["image_url"]["url"].partition(",")[2]
+        sent = blocks[0].replace("DATA", data).replace("ARRAYS", arrays)
+        return await node.post(path, json.loads(sent))
 
     async def scenario() -> None:
         async with engine_node(folder("nano"), served_model_name="nano") as node:
-            _, _, arrays = await frontend(node, PART)
-            data = PART["image_url"]["url"].partition(",")[2]
-            if method == "GET":
-                (shown,), answer = blocks, await node.http.get(path)
-            else:
-                asked, shown = blocks
-                sent = asked.replace("DATA", data).replace("ARRAYS", arrays)
-                answer = await node.post(path, json.loads(sent))
-            assert answer.status_code == 200, answer.text
-            assert shape(answer.json()) == shape(json.loads(shown))
+            found.extend([await answer(node, *example) for example in EXAMPLES])
+            body = {"messages": [{"role": "user", "content": "Hi"}], "temperature": -1}
+            found.append(await node.post("/v1/chat/completions", body))
 
     run(scenario())
+    return found
+
+
+@pytest.mark.parametrize("number", range(len(EXAMPLES)), ids=[f"{s[0]} {s[1]}" for s in EXAMPLES])
+def test_the_example_s_answer_has_the_shape_that_is_shown(answers, number):
+    *_, shown = EXAMPLES[number][2]
+    answer = answers[number]
+    assert answer.status_code == 200, answer.text
+    assert shape(answer.json()) == shape(json.loads(shown))
 
 
 def test_every_route_described_is_served():
@@ -81,17 +97,10 @@ def test_every_route_described_is_served():
     assert len(described) >= 18
 
 
-def test_the_example_of_an_error_is_what_is_answered(folder):
+def test_the_example_of_an_error_is_what_is_answered(answers):
     (shown,) = re.findall(r"```json error\n(.*?)```", PAGE, re.DOTALL)
-
-    async def scenario() -> None:
-        async with engine_node(folder("nano")) as node:
-            body = {"messages": [{"role": "user", "content": "Hi"}], "temperature": -1}
-            answer = await node.post("/v1/chat/completions", body)
-            assert answer.status_code == 400
-            assert answer.json() == json.loads(shown)
-
-    run(scenario())
+    assert answers[-1].status_code == 400
+    assert answers[-1].json() == json.loads(shown)
 
 
 def errors(base: type[LookOnceError]) -> list[type[LookOnceError]]:

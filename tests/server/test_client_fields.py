@@ -98,6 +98,20 @@ def test_responses_honour_it_too(on_site):
     on_site(scenario)
 
 
+def test_null_and_zero_ask_for_nothing(on_site):
+    async def scenario(site):
+        for fields in (
+            {"top_logprobs": 0, "logprobs": False},
+            {"stream": True, "stream_options": {"include_usage": None}},
+        ):
+            response = await site.chat(**fields)
+            assert response.status_code == 200, response.text
+            assert HEADER not in response.headers
+            assert '"usage":null' not in response.text
+
+    on_site(scenario)
+
+
 def test_each_is_logged_once(on_site, caplog):
     async def scenario(site):
         for _ in range(3):

@@ -256,6 +256,8 @@ def test_clients_are_told_what_is_left_and_when_to_come_again(on_site, tmp_path)
         assert (await site.client.get("/health")).status_code == 200
         models = await site.client.get("/v1/models")
         assert models.status_code == 200
+        for path in ("/v1/responses/resp_1/input_items", "/v1/conversations/conv_1"):
+            assert (await site.client.get(path)).status_code == 429  # they may read much
 
     text = "[default]\nrequests_per_second = 0.01\ntokens_per_minute = 1000"
     limited_site(on_site, tmp_path, scenario, text)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import sqlite3
 import tempfile
+import threading
 from contextlib import closing
 from pathlib import Path
 
@@ -13,9 +15,15 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from lookonce.errors import BadRequestError, ConfigError, NotFoundError, TooLargeError
+from lookonce.errors import (
+    BadRequestError,
+    ConfigError,
+    NotFoundError,
+    QueueFullError,
+    TooLargeError,
+)
 from lookonce.server import response_store
-from lookonce.server.response_store import Origin, ResponseDatabase
+from lookonce.server.response_store import Origin, ResponseDatabase, ResponseStore
 
 PICTURE = "data:image/png;base64," + "A" * 5000
 
@@ -226,6 +234,26 @@ def test_pages_follow_each_other(database):
         database.page("t", "conversation", "c1", after="nothing")
 
 
+def test_an_item_that_is_sent_again_gets_an_id_of_its_own_so_that_pages_end(database):
+    database.create_conversation("t", "c1", b"{}", [item(str(n)) for n in range(3)])
+    again = database.add_to_conversation("t", "c1", [item(str(n), "y") for n in range(3)])
+    assert [each["content"] for each in again] == ["y"] * 3
+    ids, after = [], None
+    for _ in range(3):
+        found, more = database.page(
+            "t", "conversation", "c1", after=after, limit=2, descending=False
+        )
+        ids += [each["id"] for each in found]
+        after = ids[-1]
+    assert not more
+    assert ids == ["0", "1", "2", *(each["id"] for each in again)]
+    assert len(set(ids)) == 6
+    answer(database, "r1", [item("a"), item("a")])
+    answer(database, "r2", [item("a")], Origin("response", "r1"))
+    context = database.context("t", Origin("response", "r2"))
+    assert len({each["id"] for each in context}) == len(context) == 5
+
+
 def test_a_response_shows_its_input_and_not_its_output(database):
     answer(database, "r1", [item("a")])
     answer(database, "r2", [item("b")], Origin("response", "r1"))
@@ -281,6 +309,91 @@ def test_another_file_is_not_touched(tmp_path):
         opened(tmp_path / "text")
     with pytest.raises(ConfigError):
         opened(tmp_path / "none" / "s")
+
+
+# --- turns --------------------------------------------------------------------------------------
+
+
+class HeldDatabase:
+    """Notes who was served, once `go` is set."""
+
+    def __init__(self):
+        self.served = []
+        self.begun = threading.Event()
+        self.go = threading.Event()
+
+    def body(self, tenant, kind, name):
+        self.begun.set()
+        self.go.wait(60)
+        self.served.append(f"{tenant}{name}")
+
+    def finish(self, tenant):
+        self.served.append(f"{tenant} finished")
+
+    def discard(self, tenant, name):
+        self.served.append(f"{tenant}{name} discarded")
+
+    def close(self):
+        """Nothing is open."""
+
+
+async def begun(store, tenants):
+    """Calls in this order, of which the first one is being served."""
+    counts = itertools.count()
+    calls = []
+    for tenant in tenants:
+        calls.append(
+            asyncio.create_task(store.call(HeldDatabase.body, tenant, "response", next(counts)))
+        )
+        await asyncio.sleep(0)
+    return calls
+
+
+def test_tenants_take_turns_at_the_file():
+    async def play():
+        database = HeldDatabase()
+        with closing(ResponseStore(database)) as store:
+            calls = await begun(store, "a" * 20 + "b")
+            database.go.set()
+            await asyncio.gather(*calls)
+        assert len(database.served) == 21
+        assert database.served.index("b20") < 10
+
+    asyncio.run(play())
+
+
+def test_too_many_calls_of_a_tenant_are_refused_but_not_what_ends_a_response(monkeypatch):
+    async def play():
+        monkeypatch.setattr(response_store.ResponseDatabase, "finish", HeldDatabase.finish)
+        database = HeldDatabase()
+        with closing(ResponseStore(database, max_waiting=2)) as store:
+            calls = await begun(store, "aaa")
+            assert await asyncio.to_thread(database.begun.wait, 60)
+            with pytest.raises(QueueFullError, match="stored responses"):
+                await store.call(HeldDatabase.body, "a", "response", 3)
+            calls += await begun(store, "b")
+            store.discard_later("a", 9)
+            calls.append(asyncio.create_task(store.call(ResponseDatabase.finish, "a")))
+            await asyncio.sleep(0)
+            database.go.set()
+            await asyncio.gather(*calls)
+        assert sorted(database.served) == ["a finished", "a0", "a1", "a2", "a9 discarded", "b0"]
+
+    asyncio.run(play())
+
+
+def test_a_call_that_is_left_while_it_waits_is_not_made():
+    async def play():
+        database = HeldDatabase()
+        with closing(ResponseStore(database)) as store:
+            calls = await begun(store, "aab")
+            calls[1].cancel()
+            await asyncio.sleep(0)
+            database.go.set()
+            await asyncio.gather(*calls, return_exceptions=True)
+        assert sorted(database.served) == ["a0", "b2"]
+
+    asyncio.run(play())
 
 
 class Sharing(RuleBasedStateMachine):

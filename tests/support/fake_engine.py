@@ -9,6 +9,13 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 FINGERPRINT = "ab" * 8
+METRICS = b"""# HELP lookonce_encoder_runs_total Encoder runs
+# TYPE lookonce_encoder_runs_total counter
+lookonce_encoder_runs_total 3
+# HELP lookonce_media_total Media
+# TYPE lookonce_media_total counter
+lookonce_media_total{modality="image"} 2
+"""
 
 
 @dataclass
@@ -106,6 +113,9 @@ class FakeEngine:
             case "/inference/v1/media_cache":
                 told = {"algorithm": "blake3", "fingerprint": FINGERPRINT, "dtype": "float32"}
                 reply(writer, 200, told)
+            case "/metrics":
+                writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(METRICS))
+                writer.write(METRICS)
             case _:
                 self.received.append(request)
                 await self.answer(self, request, writer)

@@ -1,15 +1,20 @@
-"""Processes of a fork server that say what they are."""
+"""A fork server for tests, and processes of one that say what they are."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
+import socket
+import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 
@@ -42,3 +47,26 @@ def main(answer: str = "none") -> None:
 def _open() -> list[int]:
     """All but standard error."""
     return [fd for fd in range(100) if fd != 2 and os.path.exists(f"/proc/self/fd/{fd}")]
+
+
+@contextmanager
+def fork_server_of(module: str) -> Iterator[Path]:
+    """The socket of a fork server that has imported this module: a process of it starts in
+    milliseconds."""
+    with (
+        tempfile.TemporaryDirectory(prefix="lo-", dir="/tmp") as folder,
+        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener,
+    ):
+        path = Path(folder, "fork.sock")
+        listener.bind(str(path))
+        listener.listen(8)
+        fd = listener.fileno()
+        command = [sys.executable, "-m", "lookonce.ipc.fork_server", str(fd)]
+        with subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, pass_fds=[fd]
+        ) as server:
+            assert server.stdin is not None
+            server.stdin.write(json.dumps({"modules": [module], "settings": {}}).encode() + b"\n")
+            server.stdin.flush()
+            yield path
+            server.stdin.close()  # it ends with its standard input

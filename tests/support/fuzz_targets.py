@@ -59,6 +59,7 @@ from lookonce.render.media.processing import IMAGE_FORMATS
 from lookonce.render.media.worker import JobBegun, WorkerReply, WorkerRequest
 from lookonce.server.http.body import parse_reporting
 from lookonce.server.http.connections import Connections, HttpProtocol
+from lookonce.server.http.multipart import Form, FormParser
 from lookonce.server.http.request_guard import PRIVATE_DOMAINS, RequestGuard
 from lookonce.server.process import uvicorn_config
 from lookonce.types.kv import TierSpec
@@ -231,6 +232,49 @@ def json_body(data: bytes) -> None:
 # --- media headers --------------------------------------------------------------------------------
 
 LIMITS = CostLimits(max_pixels=10_000, max_audio_seconds=60.0, max_cpu_seconds=5.0)
+
+
+MAX_FORM_FILE = 512
+
+
+def _forms() -> list[bytes]:
+    def part(headers: str, value: bytes) -> bytes:
+        return b"--B\r\n" + headers.encode() + b"\r\n\r\n" + value + b"\r\n"
+
+    name = 'Content-Disposition: form-data; name="{}"'.format
+    file = part(name("file") + '; filename="a \\"b\\".wav"', b"RIFF\r\n--A\r--B--" * 9)
+    fields = [part(name("model"), b"nano"), part(name("words[]"), "ü".encode())]
+    headers = part("X: y\r\n" + name("prompt").lower() + "\r\nContent-Type: text/plain", b"")
+    return [
+        file + b"--B--\r\n",
+        b"".join([*fields, file, headers]) + b"--B--",
+        fields[0] * 101 + b"--B--",
+        part(name("file"), bytes(MAX_FORM_FILE + 1)) + b"--B--",
+    ]
+
+
+@target(_forms)
+def form(data: bytes) -> None:
+    """However bytes are cut, the same form or the same error; nothing is made up."""
+    whole = _form_of(data, len(data) or 1)
+    for step in (1, 7, 64):
+        assert _form_of(data, step) == whole
+    if not isinstance(whole, str):
+        assert len(whole.file or b"") <= min(len(data), MAX_FORM_FILE)
+        values = [value for values in whole.fields.values() for value in values]
+        assert sum(len(value.encode()) for value in values) <= len(data)
+
+
+def _form_of(data: bytes, step: int) -> Form | str:
+    """The form of bytes that come `step` at once, or the error."""
+    parser = FormParser(b"B", MAX_FORM_FILE, "file")
+    try:
+        for piece in _pieces(data, step):
+            parser.feed(piece)
+        return parser.finish()
+    except RequestError as error:
+        _check_error(error)
+        return f"{type(error).__name__}: {error.message}"
 
 
 def _pictures() -> list[bytes]:

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter, deque
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lookonce.types.fair_queue import DeficitRoundRobin, FairQueue, TenantWeights
+from lookonce.types.fair_queue import (
+    LOOP_QUANTUM,
+    DeficitRoundRobin,
+    FairQueue,
+    LoopTurns,
+    TenantWeights,
+)
 
 QUANTUM = 10
 LARGEST = 50
@@ -100,3 +108,45 @@ def test_waiting_tenants_get_equal_shares(jobs):
         served[tenant] += waiting[tenant].popleft()
         shares = [served[tenant] for tenant in waiting]
         assert max(shares) - min(shares) <= 2 * (QUANTUM + LARGEST)
+
+
+def test_pieces_on_a_loop_are_in_turn_by_tenant_with_the_rest_of_the_loop_between_them():
+    async def scenario():
+        turns, log = LoopTurns(), []
+
+        async def piece(tenant):
+            await turns.turn(tenant, LOOP_QUANTUM)
+            log.append(tenant)
+
+        def tick():
+            log.append(".")
+            if len(log) < 30:
+                asyncio.get_running_loop().call_soon(tick)
+
+        pieces = [asyncio.create_task(piece(tenant)) for tenant in "aaaaab"]
+        asyncio.get_running_loop().call_soon(tick)
+        await asyncio.gather(*pieces)
+        order = "".join(log)
+        assert order.replace(".", "")[:3].count("b") == 1
+        assert order.replace(".", "").count("a") == 5
+        assert "aa" not in order
+        assert "ab" not in order
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        begun = turns.turn("a", 1)
+        with pytest.raises(StopIteration):  # at once: nothing was waited for
+            begun.send(None)
+
+    asyncio.run(scenario())
+
+
+def test_a_piece_that_is_left_takes_no_turn():
+    async def scenario():
+        turns = LoopTurns()
+        pieces = [asyncio.create_task(turns.turn(tenant, 1)) for tenant in "aab"]
+        await asyncio.sleep(0)
+        pieces[1].cancel()  # it waits for the first one's
+        done = await asyncio.gather(*pieces, return_exceptions=True)
+        assert [isinstance(each, asyncio.CancelledError) for each in done] == [False, True, False]
+
+    asyncio.run(scenario())

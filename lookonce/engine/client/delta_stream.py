@@ -51,6 +51,9 @@ class PendingRequest:
         for part in self.rendered.items:
             if complete:
                 part.item = part.recover = part.encoded = None
+                if part.given_back is not None:
+                    part.given_back()
+                    part.given_back = None
             elif part.recover is not None:
                 part.item = None
         if self._acceptance_awaited:

@@ -269,8 +269,14 @@ class EngineClient:
         return update
 
     async def inject_items(self, items: Sequence[Keyed]) -> list[InjectionOutcome]:
-        """Add items that were processed elsewhere; what became of each (`sender_cache.inject`)."""
-        return await inject(self.directory, self.inject, items)
+        """Add items that were processed elsewhere; what became of each (`sender_cache.inject`).
+
+        Returns once other API processes know them, too. Raises `UnavailableError`.
+        """
+        outcomes = await inject(self.directory, self.inject, items)
+        if self.sender.claims_items:
+            await self._channel.wait_received()
+        return outcomes
 
     # --- the engine ---------------------------------------------------------------------------
 

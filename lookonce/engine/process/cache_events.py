@@ -23,7 +23,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import msgspec
@@ -47,6 +47,8 @@ LOAD_SECONDS = 0.1
 """Least time between two events about the load."""
 MEDIUM = "GPU"
 """What vLLM calls the device, of whatever kind."""
+PRIVATE_TIER = "host"
+"""The tier that no other engine can read."""
 HIGH_WATER_MARK = 100_000
 """Messages queued for one subscriber; one that is slower loses the next ones, and finds out."""
 
@@ -100,6 +102,19 @@ class Load(msgspec.Struct, gc=False):
     decoded_tokens: int = 0
     """Computed in steps without any prompt, and their seconds."""
     decode_seconds: float = 0.0
+    tier_tokens: int = 0
+    """Of KV blocks loaded from tiers that other engines share, and seconds of reading."""
+    tier_token_seconds: float = 0.0
+    tier_outputs: int = 0
+    """Encoder outputs from such tiers, and seconds of reading."""
+    tier_output_seconds: float = 0.0
+
+    def note_tiers(self, stats: Mapping[str, float]) -> None:
+        """Take what tiers gave from the figures of their connectors."""
+        self.tier_tokens = int(_of_shared(stats, "kv_tier_loaded_tokens_total"))
+        self.tier_token_seconds = _of_shared(stats, "kv_tier_load_seconds_total")
+        self.tier_outputs = int(_of_shared(stats, "encoder_tier_outputs_total"))
+        self.tier_output_seconds = _of_shared(stats, "encoder_tier_load_seconds_total")
 
     def note_step(self, plan: StepPlan, result: StepResult, seconds: float) -> None:
         """Add what a step computed, and how long it took."""
@@ -116,6 +131,16 @@ class Load(msgspec.Struct, gc=False):
             else:
                 self.decoded_tokens += num_tokens
                 self.decode_seconds += seconds
+
+
+def _of_shared(stats: Mapping[str, float], name: str) -> float:
+    """The sum over tiers that are not this engine's own memory."""
+    labelled = f"{name}:"
+    return sum(
+        value
+        for key, value in stats.items()
+        if key.startswith(labelled) and not key.startswith(f"{labelled}{PRIVATE_TIER}")
+    )
 
 
 Change: TypeAlias = Stored | Held | Removed | Cleared | Computed | Load
@@ -135,15 +160,17 @@ class StepEvents:
         topic: str,
         take_outputs: Callable[[], tuple[list[bytes], list[bytes]]],
         load: Load | None = None,
+        tier_stats: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
         """`topic` of KV blocks; `take_outputs`: encoder outputs that have come and gone; `load`:
-        where steps are counted."""
+        where steps are counted; `tier_stats`: figures of external tiers."""
         self._publish = publish
         self._topic = topic
         self._take_outputs = take_outputs
         self._changes: list[Change] = []
         self._requests: list[Change] = []
         self._load = load or Load()
+        self._tier_stats = tier_stats
         self._next_load = 0.0
 
     def stored(
@@ -176,6 +203,7 @@ class StepEvents:
             return
         self._next_load = moment + LOAD_SECONDS
         load.running, load.waiting = running, waiting
+        load.note_tiers(self._tier_stats())
         self._requests.append(msgspec.structs.replace(load))
 
     def flush(self) -> None:
@@ -399,12 +427,13 @@ class EventPublisher:
         block_size: int,
         take_outputs: Callable[[], tuple[list[bytes], list[bytes]]],
         load: Load | None = None,
+        tier_stats: Callable[[], Mapping[str, float]] = dict,
     ) -> StepEvents:
         """What the step thread tells of its caches, whose blocks have so many tokens, and of the
-        steps counted in `load`."""
+        steps counted in `load`. `tier_stats`: figures of external tiers."""
         topic = self._config.topic
         self._logs[topic] = TopicLog(topic, self._config.form, block_size)
-        return StepEvents(self.publish, topic, take_outputs, load)
+        return StepEvents(self.publish, topic, take_outputs, load, tier_stats)
 
     def item_changed(self, key: bytes, held: bool) -> None:
         """A processed item has come or gone; any thread."""

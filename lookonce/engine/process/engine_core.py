@@ -75,11 +75,18 @@ class EngineCore:
         if self.load is None:
             self.load = Load()
         self._events = publisher.open_step_events(
-            self._scheduler.block_size, self._scheduler.take_output_changes, self.load
+            self._scheduler.block_size,
+            self._scheduler.take_output_changes,
+            self.load,
+            self._tier_stats,
         )
         self._scheduler.watch(self._events)
         self._events.tell_load(time.monotonic(), running=0, waiting=0)
         self._events.flush()
+
+    def _tier_stats(self) -> dict[str, float]:
+        tiers = (self._external, self._external_outputs)
+        return {name: value for tier in tiers if tier for name, value in tier.stats().items()}
 
     def _step(self) -> SchedulerOutput | None:
         plan = self._scheduler.plan()

@@ -28,7 +28,9 @@ import time
 import weakref
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import llguidance
@@ -88,7 +90,8 @@ BASE_COST = 512
 """Bytes of source that the smallest grammar counts as."""
 START_SECONDS = 60.0
 POLL_SECONDS = 0.05
-"""How often a thread that waits for its worker looks whether anybody still wants the answer."""
+"""How often a thread that waits for its worker looks whether anybody still wants the answer, and
+how long a grammar is compiled with the priority of the engine."""
 END_SECONDS = 2.0
 MIN_SECONDS = 0.5
 """A grammar that nobody wants any more may take so long: a new worker takes longer to start."""
@@ -187,11 +190,8 @@ class GrammarCompiler:
                 self._discard(worker)
         if abandoned():
             raise AbandonedError
-        matcher = LLMatcher(
-            tokenizer.matching, tried.source, log_level=0, limits=tokenizer.parser_limits
-        )
-        if not matcher.is_error():
-            matcher.compute_bitmask()  # what is built lazily is so for the first token
+        build = partial(_built, tokenizer, tried)
+        matcher = _at_low_priority(build) if worker.took_long else build()
         if matcher.is_error():
             raise refusal(grammar, matcher.get_error())
         if tried.nbytes > LARGE_BYTES:
@@ -270,6 +270,21 @@ class GrammarCompiler:
             return RequestFailedError("grammars cannot be used with this model's tokenizer")
 
 
+def _built(tokenizer: _LoadedTokenizer, tried: GrammarTried) -> LLMatcher:
+    matcher = LLMatcher(
+        tokenizer.matching, tried.source, log_level=0, limits=tokenizer.parser_limits
+    )
+    if not matcher.is_error():
+        matcher.compute_bitmask()  # what is built lazily is so for the first token
+    return matcher
+
+
+def _at_low_priority(build: Callable[[], LLMatcher]) -> LLMatcher:
+    """In a thread of its own, whose priority could not be raised again."""
+    with ThreadPoolExecutor(1, "large grammar", initializer=_lower_priority) as thread:
+        return thread.submit(build).result()
+
+
 class _LoadedTokenizer:
     """A tokenizer as llguidance uses it, and as text for workers."""
 
@@ -289,6 +304,8 @@ class GrammarWorker:
         self._limits = limits
         self._answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
         self.ended = False
+        self.took_long = False
+        """The last grammar took longer than most, and its thread has a low priority."""
         try:
             link, self._process = start_worker(command, stderr=subprocess.DEVNULL)
         except OSError as error:
@@ -339,6 +356,7 @@ class GrammarWorker:
 
     def _exchange(self, grammar: Grammar, abandoned: Abandoned) -> Answer:
         begun = time.monotonic()
+        self.took_long = False
         try:
             self._link.settimeout(self._limits.wall_seconds)
             send(self._link, TryGrammar(grammar))
@@ -347,6 +365,8 @@ class GrammarWorker:
                 try:
                     return receive(self._link, self._answers)
                 except TimeoutError:
+                    if not self.took_long:
+                        self._lower_priority_of_thread()
                     now = time.monotonic()
                     if now > begun + MIN_SECONDS and abandoned():
                         raise AbandonedError from None
@@ -358,6 +378,14 @@ class GrammarWorker:
             ) from None
         except (OSError, ProtocolError, msgspec.MsgspecError):
             raise self._why_it_ended(grammar) from None
+
+    def _lower_priority_of_thread(self) -> None:
+        """That of whatever thread of the worker compiles, which is not its first one (Linux)."""
+        self.took_long = True
+        with contextlib.suppress(OSError):  # it has just ended, or there is no /proc
+            for thread in map(int, os.listdir(f"/proc/{self.pid}/task")):
+                if thread != self.pid:
+                    os.setpriority(os.PRIO_PROCESS, thread, NICENESS)
 
     def _why_it_ended(self, grammar: Grammar) -> LookOnceError:
         match self._exit_status():
@@ -610,7 +638,6 @@ class GrammarCompilerPool:
     # --- in the pool's threads ----------------------------------------------------------------
 
     def _work(self) -> None:
-        _lower_priority()
         while (job := self._next()) is not None:
             current_request_id.set(client_request_id(next(iter(job.requests), "")))
             result = _result_of(job)

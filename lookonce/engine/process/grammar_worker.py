@@ -10,6 +10,10 @@ so the engine compiles the source again, in a thread, knowing what it costs.
 
 A message is a 4-byte length and msgpack, on a unix socket. The worker ends when the engine closes
 its end.
+
+Each grammar is tried in a thread of its own, which begins with the priority of the engine; the
+engine lowers that of a thread that takes longer than most. A thread's priority cannot be raised
+again, so the next grammar gets another thread.
 """
 
 from __future__ import annotations
@@ -22,7 +26,11 @@ import resource
 import signal
 import socket
 import sys
+import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -40,6 +48,7 @@ from lookonce.types.memory import (
     allocated_bytes,
     give_memory_back,
     resident_bytes,
+    use_one_arena,
 )
 from lookonce.types.sampling import JSON_SPACES, Grammar
 from lookonce.types.stack_samples import listen_for_samples
@@ -48,7 +57,7 @@ if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
 NICENESS = 10
-"""Workers run at lower priority than the engine and the API processes, which share the cores."""
+"""Of grammars that take long: the engine and the API processes share the cores."""
 MAX_REASON = 400
 """Characters of the library's explanation that an error message holds."""
 NOTHING_CONFORMS = "NoExtensionBias"
@@ -57,6 +66,7 @@ TRIAL_TOKENS = 48
 KEPT_BYTES = 32 << 20
 """Memory a worker may keep after a job, for lack of a way to free it; with more it is replaced."""
 M = TypeVar("M")
+T = TypeVar("T")
 
 
 class GrammarLimits(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -272,16 +282,32 @@ def serve(link: MessageSocket) -> None:
         listen_for_samples(Path(configured.samples_folder), "grammar worker")
     trial = GrammarTrial(configured)
     base = resident_bytes()
+    use_one_arena()
     _limit_memory(configured.limits.memory_bytes)
     send(link, Ready())
     while True:
         job = receive(link, jobs)
         if isinstance(job, TryGrammar):
-            answer = _answer(trial, job.grammar, configured.limits)
+            answer = _in_own_thread(partial(_answer, trial, job.grammar, configured.limits))
             del job
             give_memory_back()
             worn = resident_bytes() > base + KEPT_BYTES
             send(link, msgspec.structs.replace(answer, worn=worn))
+
+
+def _in_own_thread(work: Callable[[], T]) -> T:
+    result: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(work())
+        except BaseException as error:  # noqa: BLE001  it is the caller's
+            result.set_exception(error)
+
+    thread = threading.Thread(target=run, name="grammar")
+    thread.start()
+    thread.join()
+    return result.result()
 
 
 def _answer(
@@ -302,8 +328,6 @@ def _answer(
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent too, which decides
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    with contextlib.suppress(OSError):
-        os.nice(NICENESS)
     with contextlib.suppress(OSError, ProtocolError):
         serve(MessageSocket(socket.socket(fileno=int(sys.argv[1]))))
 

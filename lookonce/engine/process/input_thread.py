@@ -566,9 +566,11 @@ class InputThread:
     # --- sending ------------------------------------------------------------------------------
 
     def _received(self, sender: str, seq: int) -> None:
-        self._send(sender, Received(seq))
+        """Other senders are told of new items first: once this one knows that they came
+        (`ClientChannel.wait_received`), a request to any API process may name them."""
         if len(self._senders) > 1:
             self._send_hints()
+        self._send(sender, Received(seq))
 
     def _send_hints(self) -> None:
         for sender in list(self._senders):

@@ -121,8 +121,6 @@ class ToolFields:
     choice: str = "tool_choice"
     function: str = ".function"
     """A tool's part with name and parameters."""
-    parameters: str = "parameters"
-    """The schema of the parameters."""
 
     def function_of(self, number: int) -> str:
         return f"{self.tools}[{number}]{self.function}"
@@ -157,7 +155,7 @@ def read_tools(
         )
     functions = _named(declared, choice, fields) if isinstance(choice, NamedChoice) else declared
     numbers = {function.name: number for number, function in enumerate(declared)}
-    params = tuple(f"{fields.function_of(numbers[f.name])}.{fields.parameters}" for f in functions)
+    params = tuple(f"{fields.function_of(numbers[f.name])}.parameters" for f in functions)
     return RequestedTools(
         functions=tuple(map(_closed, functions, params)) if close else functions,
         params=params,

@@ -25,6 +25,8 @@ from lookonce.model.kv_pages import LayerPages
 ATTENTION_NAME = "lookonce_paged"
 CAUSAL_LAYER = "lookonce_causal"
 """Attribute of attention modules: whether items are causal here, though not in other layers."""
+LATENT = "lookonce_latent"
+"""Attribute of attention modules: the `LatentAttention` of those that keep compressed keys."""
 
 
 def set_text_attention(model: Any, name: str) -> None:
@@ -60,6 +62,11 @@ def paged_forward_context(context: ForwardContext) -> Iterator[None]:
         _context.reset(token)
 
 
+def in_paged_forward() -> bool:
+    """Whether attention reads and writes pages now."""
+    return _context.get() is not None
+
+
 def paged_attention(
     module: Any,
     query: Tensor,
@@ -75,7 +82,8 @@ def paged_attention(
     """query and key [1, H, T, D] after rope, value [1, Hkv, T, Dv ≤ D] → [1, T, Hq, Dv].
 
     The pages hold D numbers per value too: narrower values are padded with zeros. Pages may have
-    more heads or wider ones than a layer (`_as_in_pages`).
+    more heads or wider ones than a layer (`_as_in_pages`). With latents (`latent`) the query is
+    changed to theirs first, and the output back.
     """
     context = _context.get()
     if context is None:
@@ -89,6 +97,9 @@ def paged_attention(
         return context.cross.attend(module.layer_idx, query, scale), None
     if attention_mask is not None or not is_causal:
         raise ValueError("paged attention is causal self-attention and takes no mask")
+    latent = getattr(module, LATENT, None)
+    if latent is not None:
+        query = latent.query(query)
     width = value.shape[-1]
     if width != key.shape[-1]:
         value = pad(value, (0, key.shape[-1] - width))
@@ -106,7 +117,8 @@ def paged_attention(
         metadata,
         AttentionCall(scale, sliding_window or None, softcap, s_aux),
     )
-    return output[..., :width].unsqueeze(0), None
+    output = output[..., :width].unsqueeze(0)
+    return output if latent is None else latent.output(output), None
 
 
 def _as_in_pages(

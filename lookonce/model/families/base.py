@@ -63,6 +63,12 @@ class ModelFamily:
     """The decoder's layers that have keys and values, by number; None: all of them."""
     states: StateLayout = StateLayout()
     """What layers keep beside keys and values; empty for most models."""
+    mixes_by_token: bool = False
+    """Whether layers with states go on after a state with one token alone; set by the comparison at
+    load."""
+    keeps_latents: bool = False
+    """Whether the decoder's attention keeps one compressed row for a token, which is key and value
+    of all heads (`attention.latent`)."""
     logit_scale: float = 1.0
     """What the output head gives is multiplied by this, before any softcap."""
 
@@ -179,7 +185,8 @@ class ModelFamily:
 
     def kv_layout(self, block_size: int, dtype: torch.dtype) -> KVLayout:
         """The layout of a KV block of `block_size` tokens."""
-        return kv_layout(self.num_layers, block_size, self.num_kv_heads, self.head_dim, dtype)
+        heads, shared = (self.num_kv_heads, self.head_dim), self.keeps_latents
+        return kv_layout(self.num_layers, block_size, *heads, dtype, shared=shared)
 
     def batch_key(self, modality: Modality, item: Tensors) -> Hashable:
         """Items of one modality with equal keys are encoded in one call; None: each in its own."""

@@ -34,6 +34,7 @@ from lookonce.model.attention.backend import (
     ForwardContext,
 )
 from lookonce.model.attention.hf_attention import CAUSAL_LAYER, paged_forward_context
+from lookonce.model.attention.latent import keep_latents
 from lookonce.model.attention.probe import PROBE_TOKENS, probe_metadata, probe_positions
 from lookonce.model.families.base import Model, ModelFamily, Tensors
 from lookonce.model.state import StateObserver, has_states
@@ -51,6 +52,7 @@ FORWARD_ERRORS = (
     ValueError,
 )
 """What the forward of a model raises that cannot be run the way it is called."""
+OTHER_STATES = "some of its layers keep another state than keys and values"
 
 
 class GeneralTextFamily(ModelFamily):
@@ -61,16 +63,22 @@ class GeneralTextFamily(ModelFamily):
 
     def __init__(self, model: Model) -> None:
         super().__init__(model)
+        head: Any = self.lm_head
+        if head is None and isinstance(self.decoder, PreTrainedModel):
+            self.lm_head = self.decoder.get_output_embeddings()  # of a whole text model
         if self.decoder is model:
             self.decoder = getattr(model, "model", model)
         elif isinstance(self.decoder, PreTrainedModel) and self.decoder.get_output_embeddings():
-            self.decoder = getattr(self.decoder, "model", self.decoder)  # a whole text model
+            self.decoder = getattr(self.decoder, "model", self.decoder)
         if self.decoder is model or self.lm_head is None or self.embed_tokens is None:
             raise self.unservable("it has no decoder with embeddings and an output head apart")
+        self.keeps_latents = keep_latents(self.decoder)
         observer = StateObserver(self.text_config) if has_states(self.text_config) else None
         layers = self._observe(observer)
         self._attention = list(layers.values())
         if observer is not None:
+            if observer.missed:
+                raise self.unservable(OTHER_STATES)
             self.layer_numbers = tuple(layers)
             self.states = observer.split_steps()
 
@@ -156,7 +164,7 @@ class GeneralTextFamily(ModelFamily):
         if not layers:
             raise self.unservable("its attention does not use transformers' attention interface")
         if not has_states and len(layers) < int(self.text_config.num_hidden_layers):
-            raise self.unservable("some of its layers keep another state than keys and values")
+            raise self.unservable(OTHER_STATES)
         if not has_states and list(layers) != list(range(len(layers))):
             raise self.unservable("its attention layers are not called once each")
         if any(calls != 1 for calls in recorder.calls.values()):

@@ -167,7 +167,7 @@ class GeneralProcessing(ProcessorFamily):
             grid: list[int] = np.frombuffer(array.data, array.dtype).tolist()
             if min(grid, default=0) < 1 or math.prod(grid) > numbers:
                 raise refuse_arrays(f"{name} has more patches than there are")
-        expansion, token = item.expansion, self._tokens.get(item.modality)
+        expansion, token = item.expansion, media_token(self.files.config, item.modality)
         if (expansion.embed_token_id, expansion.grid) != (
             token,
             self._grid(item.modality, item.arrays),

@@ -17,6 +17,7 @@ from blake3 import blake3
 from tokenizers import Tokenizer
 
 from lookonce.errors import ModelLoadError
+from lookonce.render.tekken import TekkenImages, read_tekken
 
 Json = dict[str, Any]
 Runs = tuple[tuple[int, int], ...]
@@ -44,6 +45,8 @@ class ProcessorFiles(msgspec.Struct, frozen=True):
     """processor_config.json: the arguments of the processor class."""
     tokenizer: str | None = None
     """Path of tokenizer.json; None if there is none."""
+    tekken: str | None = None
+    """Path of Mistral's tekken.json, where there is no tokenizer.json."""
     folder: str = ""
     """The folder or hub id that the files are of."""
     video: Json = {}
@@ -80,14 +83,31 @@ def read_processor_files(folder: str | Path) -> ProcessorFiles:
     if not config:
         raise ModelLoadError(f"{folder} has no config.json")
     tokenizer = _file(folder, "tokenizer.json")
+    tekken = None if tokenizer is not None else _file(folder, "tekken.json")
+    preprocessor = _read_json(folder, "preprocessor_config.json")
+    processor = _read_json(folder, "processor_config.json")
+    if tekken is not None and (images := read_tekken(tekken).images) is not None:
+        preprocessor = preprocessor or _pixtral_settings(images)
+        processor = processor or {"spatial_merge_size": images.spatial_merge_size}
     return ProcessorFiles(
         config=config,
-        preprocessor=_read_json(folder, "preprocessor_config.json"),
-        processor=_read_json(folder, "processor_config.json"),
+        preprocessor=preprocessor,
+        processor=processor,
         tokenizer=None if tokenizer is None else str(tokenizer),
+        tekken=None if tekken is None else str(tekken),
         folder=str(folder),
         video=_read_json(folder, "video_preprocessor_config.json"),
     )
+
+
+def _pixtral_settings(images: TekkenImages) -> Json:
+    """What Mistral publishes as preprocessor_config.json where it is not left out."""
+    patch = images.image_patch_size
+    return {
+        "image_processor_type": "PixtralImageProcessor",
+        "size": {"longest_edge": images.max_image_size},
+        "patch_size": {"height": patch, "width": patch},
+    }
 
 
 def _read_json(folder: str | Path, name: str) -> Json:
@@ -133,18 +153,23 @@ def _hub_file(model: str, name: str) -> Path | None:
 class ProcessorTokenizer:
     """The folder's tokenizer, for the texts that some families write around a picture's tokens.
 
-    It needs the `tokenizers` library only. Raises `ModelLoadError` without a tokenizer.json.
+    It needs the `tokenizers` library only. Of a folder that has tekken.json instead, special tokens
+    are known. Raises `ModelLoadError` without either.
     """
 
     def __init__(self, files: ProcessorFiles) -> None:
-        if files.tokenizer is None:
+        path = files.tokenizer or files.tekken
+        if path is None:
             raise ModelLoadError("the model has no tokenizer.json, which says how media is written")
-        described = Path(files.tokenizer).read_bytes()
+        self._special = {} if files.tekken is None else read_tekken(Path(files.tekken)).special_ids
+        described = Path(path).read_bytes()
         self.digest = blake3(described).digest()
         """Digest of the tokenizer; part of the fingerprint of families that use this class."""
-        self._tokenizer = Tokenizer.from_buffer(described)
+        self._tokenizer = Tokenizer.from_buffer(described) if files.tokenizer else None
 
     def runs(self, text: str) -> Runs:
+        if self._tokenizer is None:
+            raise ModelLoadError("the model has no tokenizer.json, which says how media is written")
         ids = self._tokenizer.encode(text, add_special_tokens=False).ids
         return tuple((token, len(list(same))) for token, same in groupby(ids))
 
@@ -157,6 +182,8 @@ class ProcessorTokenizer:
 
     def find(self, text: str) -> int | None:
         """The id of a text that is one token; None if it is not."""
+        if self._tokenizer is None:
+            return self._special.get(text)
         found: int | None = self._tokenizer.token_to_id(text)
         return found
 
@@ -179,8 +206,9 @@ def whisper_feature_extractor(config: Json) -> Any:
 def full_processor(files: ProcessorFiles) -> Any:
     """transformers' processor of the folder: tokenizer, picture processor, feature extractor.
 
-    The part for films is left out: it needs torchvision, and nothing here uses it. Raises
-    `ModelLoadError` where transformers has no processor for this type, or not without torchvision.
+    The part for films needs torchvision, and nothing here uses it: it is left out, except where the
+    processor cannot be made without it. Raises `ModelLoadError` where transformers has no processor
+    for this type, or not without torchvision.
     """
     import transformers
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
@@ -193,7 +221,12 @@ def full_processor(files: ProcessorFiles) -> Any:
         kind = _without_films(base)
         parts = [_part(name, files) for name in kind.get_attributes()]
         settings, _ = kind.get_processor_dict(files.folder)
-        return kind.from_args_and_dict(parts, settings)
+        try:
+            return kind.from_args_and_dict(parts, settings)
+        except AttributeError:  # it reads settings of the part for films (MiniCPM-V)
+            films = _ours(transformers.AutoVideoProcessor, files)
+            parts = [films if part is None else part for part in parts]
+            return base.from_args_and_dict(parts, settings)
     except (ImportError, KeyError, OSError, TypeError, ValueError, AttributeError) as error:
         raise ModelLoadError(f"transformers cannot build its processor ({error})") from error
 

@@ -337,6 +337,8 @@ def arrays_of(kwargs: Mapping[str, Any]) -> dict[str, Array]:
 
     Raises `BadRequestError` for anything else, and for dtypes that no item has.
     """
+    if not isinstance(kwargs, Mapping):
+        raise refuse_arrays("an item must be a mapping of names to arrays")
     return {str(name): _copied_array(str(name), value) for name, value in kwargs.items()}
 
 

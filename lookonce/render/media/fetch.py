@@ -14,7 +14,7 @@ import re
 import ssl
 from collections import Counter
 from collections.abc import Mapping
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -35,6 +35,7 @@ from lookonce.render.media.address_guard import (
 )
 from lookonce.render.media.fetch_cache import CachedBody, CacheKey, FetchCache
 from lookonce.render.media.single_flight import SingleFlight
+from lookonce.types.held_bytes import current_held_bytes
 
 MAX_REDIRECTS = 5
 MAX_CONNECTIONS = 64
@@ -172,7 +173,8 @@ class Fetcher:
         return self._pool.stream("GET", target, headers=headers)
 
     async def _read(self, response: httpcore.Response, headers: Mapping[str, str]) -> bytes:
-        """The body of a 200 response. Raises `TooLargeError` above `max_bytes`."""
+        """The body of a 200 response. Raises `TooLargeError` above `max_bytes`, `QueueFullError`
+        where the tenant's requests hold too much."""
         if response.status != 200:
             raise UnprocessableMediaError(
                 f"the media could not be fetched: the server answered {response.status}"
@@ -183,10 +185,14 @@ class Fetcher:
         if declared.isascii() and declared.isdigit() and int(declared) > self._max_bytes:
             raise self._too_large()
         body = bytearray()
-        async for chunk in response.aiter_stream():
-            body += chunk
-            if len(body) > self._max_bytes:
-                raise self._too_large()
+        held = current_held_bytes.get()
+        with nullcontext() if held is None else held.another() as held:
+            async for chunk in response.aiter_stream():
+                body += chunk
+                if len(body) > self._max_bytes:
+                    raise self._too_large()
+                if held is not None:
+                    held.take(len(chunk))
         if not body:
             raise UnprocessableMediaError("the media could not be fetched: the answer was empty")
         return bytes(body)

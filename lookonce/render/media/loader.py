@@ -35,6 +35,7 @@ from lookonce.render.media.address_guard import GuardedBackend, is_any, is_publi
 from lookonce.render.media.fetch import FetchCounts, Fetcher
 from lookonce.render.media.fetch_cache import FetchCache
 from lookonce.render.media.single_flight import SingleFlight
+from lookonce.types.held_bytes import current_held_bytes
 from lookonce.types.media import Modality
 
 Origin = Literal["inline", "remote", "file", "nothing"]
@@ -254,9 +255,9 @@ class MediaLoader:
             return source.inline_bytes(self._max_bytes)
         try:
             if source.origin == "remote":
-                return await self._fetcher.fetch(source.value, scope, kind, tenant)
+                return _held(await self._fetcher.fetch(source.value, scope, kind, tenant))
             if source.origin == "file":
-                return await self._reads.run(source.value, lambda: self._read(source, kind))
+                return _held(await self._reads.run(source.value, lambda: self._read(source, kind)))
         except RequestError as error:
             raise for_part(error, source.param) from None
         raise MediaNotCachedError(
@@ -271,6 +272,14 @@ class MediaLoader:
 
     async def aclose(self) -> None:
         await self._fetcher.aclose()
+
+
+def _held(data: bytes) -> bytes:
+    """`data`, which the request being served holds. Raises `QueueFullError`."""
+    held = current_held_bytes.get()
+    if held is not None:
+        held.take_media(data)
+    return data
 
 
 class LocalFiles:

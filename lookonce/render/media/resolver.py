@@ -52,6 +52,8 @@ from lookonce.render.media.picture_size import ExpansionsBySize
 from lookonce.render.media.processing import MediaJob, Processed
 from lookonce.render.media.single_flight import SingleFlight
 from lookonce.types.counts import Counts
+from lookonce.types.fair_queue import LoopTurns
+from lookonce.types.held_bytes import current_held_bytes
 from lookonce.types.logs import current_request_id
 from lookonce.types.media import Expansion, Modality, ProcessedItem
 from lookonce.types.ports import ClaimsItems, ItemDirectory, Publish
@@ -64,6 +66,8 @@ refused by the pool's bounded queue nor fill it alone."""
 FILM_SIDE_BY_SIDE = 8
 """The same where a part is a film, which has many items: `frontend.max_prompts_rendered` counts
 parts."""
+LARGE_BYTES = 64 * 1024
+"""A file of more bytes may have headers that take a millisecond to read: in turn by tenant."""
 MAX_CLAIMS_OF_ONE_PART = 3
 """How often to look for what another API process has made before it is made here, too."""
 REFUSALS = ("estimate", "queue", "tenant")
@@ -245,10 +249,12 @@ class MediaResolver:
         stats: RenderStats | None = None,
         claims: ClaimsItems | None = None,
         sizes: ExpansionsBySize | None = None,
+        turns: LoopTurns | None = None,
     ) -> None:
         """`max_bytes` limits the encoded bytes of inline media, `cost_limits` what decoding one
         item may cost; without `claims` nobody else makes items. `sizes` says the tokens of new
-        pictures, where nothing else of them is wanted."""
+        pictures, where nothing else of them is wanted. `turns` are those of tenants on the event
+        loop."""
         self.stats = RenderStats(loader.fetched) if stats is None else stats
         self._family = family
         self._fingerprint = family.fingerprint()
@@ -261,6 +267,7 @@ class MediaResolver:
         self._algorithm: HashAlgorithm = algorithm
         self._claims = Unclaimed() if claims is None else claims
         self._sizes = sizes
+        self._turns = LoopTurns() if turns is None else turns
         self._running: SingleFlight[bytes, Processed | None] = SingleFlight()
         """What is being made, by key; None: another API process has made it."""
         self._num_in_pool = 0
@@ -293,6 +300,7 @@ class MediaResolver:
             algorithm=self._algorithm,
             stats=stats,
             sizes=ExpansionsBySize(self._family, self._pool.run) if reads_headers else None,
+            turns=self._turns,
         )
 
     async def resolve(
@@ -367,6 +375,9 @@ class MediaResolver:
         part = self._identified(source, prompt, digest, data)
         item = self._lookup(part, prompt) or await self._make(part, prompt)
         item.fetched = begun, loaded
+        held = current_held_bytes.get()
+        if held is not None:
+            item.given_back = partial(held.give_media, data)
         return item
 
     # --- films --------------------------------------------------------------------------------
@@ -642,6 +653,8 @@ class MediaResolver:
                 estimate_cost, job.modality, job.data, self._cost_limits
             )
         else:
+            if len(job.data) > LARGE_BYTES:
+                await self._turns.turn(job.tenant, len(job.data))
             seconds = estimate_cost(job.modality, job.data, self._cost_limits)
         return msgspec.structs.replace(job, seconds=seconds)
 

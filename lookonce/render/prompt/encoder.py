@@ -36,7 +36,7 @@ from lookonce.render.prompt.placeholders import (
 )
 from lookonce.render.prompt.token_cache import CachingTokenizer, TokenCache
 from lookonce.render.prompt.tokenizer import Tokenizer
-from lookonce.types.fair_queue import TenantWeights
+from lookonce.types.fair_queue import LoopTurns, TenantWeights
 from lookonce.types.media import Modality
 from lookonce.types.request_validation import check_text_length, check_token_count
 
@@ -122,6 +122,8 @@ class PromptEncoder:
         self._caching_tokenizer = CachingTokenizer(self._tokenizer)
         self._token_count = TokenCountBound(self._tokenizer)
         self._long_texts = LongTextThreads()
+        self.loop_turns = LoopTurns()
+        """Of tenants that send much at a time."""
         self._placeholder_texts = _placeholder_texts(self._tokenizer, family)
         # Hugging Face's processors add the bos token a template left out; its tokenizers do not.
         self._completes_bos = family is not None
@@ -150,6 +152,7 @@ class PromptEncoder:
         """The same encoder, where tenants whose long texts wait have these weights."""
         other = copy(self)
         other._long_texts = LongTextThreads(weights=weights)
+        other.loop_turns = LoopTurns(weights)
         return other
 
     @property

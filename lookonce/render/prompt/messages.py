@@ -207,6 +207,8 @@ class _Reader:
         fields = {key: value for key, value in message.items() if value is not None}
         content = fields.pop("content", None)
         tool_calls = fields.pop("tool_calls", None)
+        if content is None and role == "assistant" and isinstance(fields.get("refusal"), str):
+            content = fields.pop("refusal")  # OpenAI's answer of a model that refused
         refuse_reserved(fields, param)
         converted: Json = {"role": role}
         if content is not None:

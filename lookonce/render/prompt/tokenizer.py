@@ -16,6 +16,7 @@ from typing import Any
 from tokenizers import Tokenizer as Backend
 
 from lookonce.errors import BadRequestError, ModelLoadError
+from lookonce.render.tekken import read_tekken
 
 SHORT_CHARACTERS = 4096
 """A text up to this holds the interpreter's lock while it is tokenized: a few milliseconds."""
@@ -87,7 +88,8 @@ class Tokenizer:
         """The tokenizer of a Hugging Face folder or hub id. Raises `ModelLoadError`."""
         tekken = Path(folder) / "tekken.json"
         if tekken.is_file() and not (Path(folder) / "tokenizer.json").is_file():
-            return cls(_converted(tekken), special_tokens=TEKKEN_ROLES)
+            template = read_tekken(tekken).chat_template
+            return cls(_converted(tekken), special_tokens=TEKKEN_ROLES, chat_template=template)
         try:
             loaded = _load(str(folder))
         except (OSError, ValueError, ImportError, KeyError) as error:

@@ -77,6 +77,7 @@ from lookonce.server.routes.responses_api.stored import (
 )
 from lookonce.server.routes.serving_base import REQUEST_ID
 from lookonce.server.services import Drain, Services, header
+from lookonce.types.held_bytes import HeldBytes, current_held_bytes
 from lookonce.types.logs import current_request_id
 
 logger = logging.getLogger("lookonce.server")
@@ -156,11 +157,15 @@ UNLIMITED_PATHS = frozenset(
 )
 """Paths of requests that count for no limit: they free what others hold."""
 
+STORED_PATHS = ("/v1/responses/", "/v1/conversations/")
+"""How the paths of stored responses begin: any request of them counts, not POST alone."""
+
 ERROR_SHAPES: dict[str, DescribeError] = {
     "/v1/messages": anthropic_error,
     "/v1/messages/count_tokens": anthropic_error,
 }
-"""Path → the body of its errors; OpenAI's shape for any other."""
+"""Path → the body of its errors; OpenAI's shape for any other. Clients of these paths look for the
+request's id in the header `request-id`, beside OpenAI's `x-request-id`."""
 
 CLIENT_LEFT_STATUS = 499
 INTERNAL_ERROR = 1011
@@ -283,9 +288,14 @@ class RequestMiddleware:
         with self._services.drain.serving():
             state = scope["state"]
             state["principal"] = principal = self._services.keys.principal(scope)
-            limited = scope["method"] == "POST" and path not in UNLIMITED_PATHS
-            with self._services.admit(principal) if limited else NO_LIMITS as usage:
+            limited = scope["method"] == "POST" or path.startswith(STORED_PATHS)
+            limited = limited and path not in UNLIMITED_PATHS
+            with (
+                self._services.admit(principal) if limited else NO_LIMITS as usage,
+                HeldBytes(self._services.held_bytes, principal.tenant) as held,
+            ):
                 state["usage"] = usage
+                current_held_bytes.set(held)
                 endpoint = self._endpoints.get((scope["method"], path))
                 if endpoint is None or scope.get("root_path"):
                     await self._router(scope, receive, send)
@@ -380,6 +390,8 @@ class _ResponseSender:
                 self._responses[str(self.status)] += 1
             request_id = (b"x-request-id", self._state["request_id"].encode("ascii"))
             message["headers"] = [*message.get("headers", ()), request_id, *self.headers]
+            if self._scope["path"] in ERROR_SHAPES:
+                message["headers"].append((b"request-id", request_id[1]))
             if (usage := self._state.get("usage")) is not None:
                 message["headers"] += usage.headers()
             if (warning := self._state.get("warning")) is not None:

@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 import msgspec
 from starlette.requests import Request
 
-from lookonce.config import MediaConfig
 from lookonce.errors import BadRequestError, RequestError, TooLargeError
 from lookonce.frontend.requests import (
     HARMLESS_VALUES,
@@ -37,6 +36,7 @@ from lookonce.server.http.unknown_fields import (
     unknown_part_fields,
 )
 from lookonce.server.services import Principal, Services, header
+from lookonce.types.held_bytes import current_held_bytes
 
 T = TypeVar("T", bound=msgspec.Struct)
 D = TypeVar("D")
@@ -44,8 +44,6 @@ D = TypeVar("D")
 MISSING_FIELD = re.compile("missing required field `(.+)`")
 MSGSPEC_PATH = re.compile(r" - at `\$\.?([^`]{1,200})`$")
 
-BASE_BODY_BYTES = 16 * 1024 * 1024
-LARGEST_MEDIA_PER_BODY = 4
 SMALL_BODY_BYTES = 64 * 1024
 FEW_VALUES = 2048
 """A body with fewer commas is decoded on the event loop, whatever its size."""
@@ -63,18 +61,13 @@ what is nested too deeply to be encoded there must not be decoded."""
 async def receive(request: Request, kind: type[T]) -> T:
     """Read and decode the body; raises `TooLargeError` or `BadRequestError` naming the part."""
     services: Services = request.app.state.services
-    body = await read_body(request, body_limit(services.config.media))
+    body = await read_body(request, services.config.media.max_body_bytes)
     decoded, unknown = await decoded_body(request, body, lambda: parse_reporting(body, kind))
     if unknown:
         request.state.warning = services.unknown_fields.judge(unknown, kind)
     if ignored := ignored_fields(decoded):
         note_ignored(request, services.unknown_fields, ignored)
     return decoded
-
-
-def body_limit(media: MediaConfig) -> int:
-    """Most bytes of a body: a few of the largest media in base64, and 16 MiB for the rest."""
-    return BASE_BODY_BYTES + LARGEST_MEDIA_PER_BODY * (media.max_bytes + 2) // 3 * 4
 
 
 async def read_body(request: Request, limit: int) -> bytes:
@@ -85,12 +78,14 @@ async def read_body(request: Request, limit: int) -> bytes:
 
 
 async def read_chunks(request: Request, limit: int, take: Callable[[bytes], object]) -> None:
-    """Give `take` the body as it comes. Raises `ClientLeftError`, and `TooLargeError` as soon as
-    more than `limit` bytes are declared or read."""
+    """Give `take` the body as it comes. Raises `ClientLeftError`, `TooLargeError` as soon as
+    more than `limit` bytes are declared or read, and `QueueFullError` where the tenant's requests
+    hold too much together; small bodies do not count."""
     declared = header(request.scope, b"content-length")
     if declared.isdigit() and int(declared) > limit:
         raise TooLargeError(f"the body has {declared} bytes, {limit} are allowed")
-    size, more = 0, True
+    held = current_held_bytes.get()
+    size, counted, more = 0, 0, True
     while more:
         message = await request.receive()
         if message["type"] == "http.disconnect":
@@ -99,6 +94,11 @@ async def read_chunks(request: Request, limit: int, take: Callable[[bytes], obje
         size += len(chunk)
         if size > limit:
             raise TooLargeError(f"the body has more than {limit} bytes, which is the limit")
+        if size > SMALL_BODY_BYTES:
+            if held is not None:
+                held.take(size - counted)
+                counted = size
+            await _loop_turn(request, len(chunk))
         take(chunk)
 
 
@@ -113,11 +113,22 @@ async def decoded_body(request: Request, body: bytes, decode: Callable[[], D]) -
         _check_count(body)
         return _deeper(HEADROOM, decode)
 
+    if len(body) <= SMALL_BODY_BYTES:
+        return decode()
     if not _has_many_values(body):
+        await _loop_turn(request, len(body))
         return decode()
     services: Services = request.app.state.services
     principal: Principal = request.state.principal
     return await services.renderer.in_turn_if(True, principal.tenant, checked)
+
+
+async def _loop_turn(request: Request, nbytes: int) -> None:
+    """Wait for the tenant's turn to hold the event loop with so many bytes of a large body. What
+    comes meanwhile is not read."""
+    services: Services = request.app.state.services
+    principal: Principal = request.state.principal
+    await services.renderer.loop_turn(principal.tenant, nbytes)
 
 
 def _deeper(frames: int, work: Callable[[], D]) -> D:

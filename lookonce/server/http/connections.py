@@ -129,6 +129,11 @@ class HttpProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
         self._table.remove(self)
 
+    def shorten_idle(self, seconds: float) -> None:
+        """It ends so soon, if it waits for its first or next request."""
+        if self.phase == "idle" or (self.phase == "headers" and not self._overhead):
+            self._deadline = min(self._deadline, self._table.now + seconds)
+
     def evict(self) -> bool:
         """Close the connection, if no whole request of it is being served and it is not closed
         already: the event loop tells of its end in its next turn."""
@@ -180,6 +185,10 @@ class HttpProtocol(HttpToolsProtocol):
         name = name.lower()
         if name == b"expect" and value.lower() == b"100-continue":
             self.expect_100_continue = True
+        elif name == b"transfer-encoding" and value.strip().lower() != b"chunked":
+            raise RefusedRequestError(
+                400, "invalid_http", "Transfer-Encoding: a body may come in chunks, and not encoded"
+            )
         self.headers.append((name, value))
         if len(self.headers) > self._limits.max_headers:
             raise RefusedRequestError(
@@ -290,7 +299,7 @@ class HttpProtocol(HttpToolsProtocol):
         if self.phase == "headers":
             return  # a WebSocket begins
         if self.cycle.response_complete:
-            self._enter("idle", self._limits.keep_alive_timeout)
+            self._enter("idle", self._table.keep_alive)
         else:
             self.phase = "serving"
             self._deadline = math.inf
@@ -305,7 +314,7 @@ class HttpProtocol(HttpToolsProtocol):
             cycle, app = self.pipeline.pop()
             self._start_asgi_task(cycle, app)
         elif self.phase == "serving":
-            self._enter("idle", self._limits.keep_alive_timeout)
+            self._enter("idle", self._table.keep_alive)
         elif self.phase == "body":
             self._deadline = self._table.now + DISCARD_SECONDS
 
@@ -418,6 +427,8 @@ class Connections:
         beneath = (root_path.encode() + path for path in WEBSOCKET_PATHS)
         self.websocket_paths = {*WEBSOCKET_PATHS, *beneath}
         self.most = limits.max_connections
+        self.keep_alive = limits.keep_alive_timeout
+        """Seconds that a connection may wait for its next request."""
         self.now = asyncio.get_running_loop().time() + SWEEP_SECONDS
         """A second or less ahead of the clock: it is set at each sweep, so that no request has to
         ask for the time, and no deadline comes early."""
@@ -493,6 +504,21 @@ class Connections:
             if not late:
                 connection.check_deadline(now)
         self.on_room()  # a connection may be closed for a new one now that could not be before
+
+    def drain(self, seconds: float) -> None:
+        """Connections that wait for a request end after so many seconds, now and from now on."""
+        self.keep_alive = min(self.keep_alive, seconds)
+        for connection in self._all():
+            if isinstance(connection, HttpProtocol):
+                connection.shorten_idle(seconds)
+
+    async def wait_none(self) -> None:
+        """Until no connection is open. No other `on_room` is called any more."""
+        ended = asyncio.Event()
+        self.on_room = ended.set
+        while self.total:
+            ended.clear()
+            await ended.wait()
 
     def close_handshakes(self) -> None:
         for connection in self._all():

@@ -40,7 +40,8 @@ MAX_REMEMBERED = 1024
 PREFLIGHT_SECONDS = b"600"
 EXPOSED = b", ".join(
     [
-        b"x-request-id", b"retry-after", b"retry-after-ms", b"x-lookonce-warning", b"traceresponse",
+        b"x-request-id", b"request-id", b"retry-after", b"retry-after-ms", b"x-lookonce-warning",
+        b"traceresponse",
         *(
             b"x-ratelimit-%b-%b" % (what, of)
             for of in (b"requests", b"tokens", b"media")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -122,15 +123,22 @@ def _without_secrets(part: Any) -> Any:
 
 
 async def tokenizer_info(request: Request) -> Response:
-    """The model's `tokenizer_config.json`, with the chat template that is used."""
-    services: Services = request.app.state.services
+    """The model's `tokenizer_config.json`, with the chat template that is used. It is read once."""
+    state = request.app.state
+    info: bytes | None = getattr(state, "tokenizer_info", None)
+    if info is None:
+        info = state.tokenizer_info = await asyncio.to_thread(_tokenizer_info, state.services)
+    return Response(info, media_type="application/json")
+
+
+def _tokenizer_info(services: Services) -> bytes:
     folder = services.config.model.folder
     info = msgspec.json.decode(tokenizer_config(folder), type=dict[str, Any])
     sources = template_sources(
         folder, services.renderer.tokenizer, services.config.server.chat_template
     )
     info["chat_template"] = sources.get("default")
-    return Response(msgspec.json.encode(info), media_type="application/json")
+    return msgspec.json.encode(info)
 
 
 def tokenizer_config(folder: str) -> bytes:

@@ -1,11 +1,13 @@
 """`POST /v1/messages` and `/v1/messages/count_tokens`: Anthropic's API, answered as a chat.
 
-system                   a system message
+system                   a system message, without Claude Code's line about billing
 text, image              parts of the same message
 document                 a file part, or its texts and pictures
 tool_use                 a tool call of the assistant's message
 tool_result              a tool message
 thinking                 nothing: another model wrote it
+
+An assistant's message at the end is the beginning of the answer, which goes on from there.
 
 `cache_control` promises nothing: every prefix is cached, and `usage.cache_read_input_tokens` says
 how much of the prompt was found.
@@ -25,9 +27,8 @@ from starlette.responses import Response
 
 from lookonce.errors import BadRequestError, LookOnceError, http_status
 from lookonce.frontend.generation import Piece, Sample
-from lookonce.frontend.requests import ChatRequest, JsonSchemaFormat, Schema
+from lookonce.frontend.requests import ChatRequest, JsonSchemaFormat, ResponseFormat
 from lookonce.frontend.responses import ToolCallDelta
-from lookonce.frontend.sampling_params import schema_grammar
 from lookonce.frontend.tools.calls import (
     Function,
     NamedChoice,
@@ -35,7 +36,6 @@ from lookonce.frontend.tools.calls import (
     Tool,
     ToolCalling,
     ToolChoice,
-    ToolFields,
     check_num_tools,
 )
 from lookonce.frontend.tools.parser import ContentText, ReasoningText
@@ -45,7 +45,12 @@ from lookonce.server.http.responses import encode, error_body, json_response, wh
 from lookonce.server.rate_limits import RequestUsage, count_media
 from lookonce.server.routes.chat import ChatResponseBuilder, chat_options, checked_chat
 from lookonce.server.routes.responses_api.input import ReadInput
-from lookonce.server.routes.serving_base import ServingContext, open_context, respond
+from lookonce.server.routes.serving_base import (
+    ServingContext,
+    apply_controls,
+    open_context,
+    respond,
+)
 from lookonce.server.services import Principal, Services
 from lookonce.types.sampling import Grammar, SamplingParams
 
@@ -63,8 +68,12 @@ ERROR_TYPES = {
     503: "overloaded_error",
 }
 """Status → Anthropic's error type; any other status is an `api_error`."""
-FIELDS = ToolFields(function="", parameters="input_schema")
 STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
+BILLING = "x-anthropic-billing-header"
+"""How a system text of Claude Code begins that has a digest of the request. In the prompt it would
+keep every request from finding the prefix of the one before."""
+THINKS = {"enabled": True, "adaptive": True, "disabled": False}
+"""Type of `thinking` → whether the model thinks; any other is ignored."""
 
 
 class AnthropicTool(msgspec.Struct, kw_only=True):
@@ -82,17 +91,21 @@ class AnthropicToolChoice(msgspec.Struct, kw_only=True):
     disable_parallel_tool_use: bool | None = None
 
 
-class OutputFormat(msgspec.Struct, kw_only=True):
-    """What the answer must look like."""
-
+class AnthropicFormat(msgspec.Struct, kw_only=True):
     type: str
-    schema: Schema | None = None
+    schema: dict[str, Any] | None = None
 
 
 class OutputConfig(msgspec.Struct, kw_only=True):
-    format: OutputFormat | None = None
-    effort: str | None = None
-    """A chat's `reasoning_effort`."""
+    effort: Any = None
+    format: AnthropicFormat | None = None
+    """What the answer must look like."""
+
+
+class Thinking(msgspec.Struct, kw_only=True):
+    type: Any = None
+    budget_tokens: Any = None
+    display: Any = None
 
 
 class CountTokensRequest(msgspec.Struct, kw_only=True):
@@ -103,11 +116,21 @@ class CountTokensRequest(msgspec.Struct, kw_only=True):
     system: str | list[dict[str, Any]] | None = None
     tools: list[AnthropicTool] | None = None
     tool_choice: AnthropicToolChoice | None = None
+    thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-    output_format: OutputFormat | None = None
-    """The older name of `output_config.format`."""
-    thinking: Any = None
     cache_control: Any = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    """vLLM's: variables of the chat template, which come before those of `thinking`."""
+
+    def asked_controls(self) -> dict[str, Any]:
+        """How much the model thinks and says, by the request's names."""
+        output, thinking = self.output_config or OutputConfig(), self.thinking or Thinking()
+        kind = thinking.type
+        return {
+            "output_config.effort": output.effort,
+            "thinking.type": THINKS.get(kind, kind) if isinstance(kind, str) else kind,
+            "thinking.budget_tokens": thinking.budget_tokens,
+        }
 
 
 class MessagesRequest(CountTokensRequest, kw_only=True):
@@ -167,9 +190,12 @@ async def create_message(request: Request) -> Response:
     body.stop = asked.stop_sequences
     context = open_context(request, body, arrival)
     context.limit_asked = False
+    apply_controls(request, body, asked.asked_controls())
     with _own_names(read):
-        grammar = _grammar(asked, close=context.services.defaults.closed_schemas)
-        sampling, tools = checked_chat(body, context.services, FIELDS, grammar)
+        sampling, tools = checked_chat(body, context.services)
+    if sampling.grammar is not None:
+        grammar = _own_grammar(sampling.grammar, read)
+        sampling = msgspec.structs.replace(sampling, grammar=grammar)
     builder = MessagesBuilder(context, body, sampling, tools, read)
     return await respond(request, context, builder, encoder=builder)
 
@@ -182,11 +208,12 @@ async def count_tokens(request: Request) -> Response:
     read = await _read(request, asked)
     body = _chat_request(asked, read)
     services.require_model(body.model)
+    apply_controls(request, body, asked.asked_controls())
     usage: RequestUsage = request.state.usage
     usage.take_media(count_media(body.messages))
     usage.take_tokens(0, 1)  # how many there will be is not known
     with _own_names(read):
-        _, tools = checked_chat(body, services, FIELDS)
+        _, tools = checked_chat(body, services)
         work = services.readonly.render_chat(
             body.messages, tenant=principal.tenant, options=chat_options(body, tools)
         )
@@ -222,27 +249,39 @@ async def _read(request: Request, asked: CountTokensRequest) -> ReadInput:
 
 def _chat_request(asked: CountTokensRequest, read: ReadInput) -> ChatRequest:
     choice, parallel = _choice(asked.tool_choice)
+    continues = _continues(read.messages)
     return ChatRequest(
         messages=read.messages,
         model=asked.model,
         tools=[_tool(tool, number) for number, tool in enumerate(asked.tools or ())] or None,
         tool_choice=choice if asked.tools else None,
         parallel_tool_calls=parallel,
-        reasoning_effort=asked.output_config and asked.output_config.effort,
+        response_format=_format(asked.output_config),
+        chat_template_kwargs=asked.chat_template_kwargs,
+        add_generation_prompt=not continues,
+        continue_final_message=continues,
     )
 
 
-def _grammar(asked: CountTokensRequest, *, close: bool) -> Grammar | None:
-    """Of `output_config.format`; None for free text. Raises `BadRequestError`."""
-    given, param = asked.output_format, "output_format"
-    if asked.output_config is not None and asked.output_config.format is not None:
-        given, param = asked.output_config.format, "output_config.format"
-    if given is None:
+def _continues(messages: Sequence[Json]) -> bool:
+    """Whether the last message is the beginning of the answer: an assistant's text."""
+    last = messages[-1] if messages else {}
+    content = last.get("content")
+    if last.get("role") != "assistant" or "tool_calls" in last:
+        return False
+    texts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    return all(part["type"] == "text" for part in texts) and bool(texts[-1]["text"])
+
+
+def _format(output: OutputConfig | None) -> ResponseFormat | None:
+    """As a chat has it. Raises `BadRequestError`."""
+    if output is None or output.format is None:
         return None
-    if given.type != "json_schema":
-        param = f"{param}.type"
-        raise BadRequestError(f"{param}: {given.type[:50]!r} is not json_schema", param=param)
-    return schema_grammar(JsonSchemaFormat(schema=given.schema), param, close=close)
+    if output.format.type != "json_schema":
+        param = "output_config.format.type"
+        raise BadRequestError(f"{param}: only json_schema is served", param=param)
+    schema = JsonSchemaFormat(schema=output.format.schema)
+    return ResponseFormat(type="json_schema", json_schema=schema)
 
 
 def _tool(tool: AnthropicTool, number: int) -> Tool:
@@ -278,8 +317,8 @@ def _choice(choice: AnthropicToolChoice | None) -> tuple[ToolChoice, bool]:
 def read_messages(asked: CountTokensRequest) -> ReadInput:
     """The messages of a chat. Raises `BadRequestError` naming the block at fault."""
     read = ReadInput()
-    if asked.system:
-        read.add({"role": "system", "content": _texts(asked.system)}, "system")
+    if system := _texts(asked.system or ""):
+        read.add({"role": "system", "content": system}, "system")
     for number, message in enumerate(asked.messages):
         param = f"messages[{number}]"
         role, content = message.get("role"), message.get("content")
@@ -304,7 +343,8 @@ def _texts(system: str | list[Json]) -> str:
         if block.get("type") != "text" or not isinstance(block.get("text"), str):
             param = f"system[{number}]"
             raise BadRequestError(f"{param}: only blocks of text are served", param=param)
-        texts.append(block["text"])
+        if not block["text"].startswith(BILLING):
+            texts.append(block["text"])
     return "\n".join(texts)
 
 
@@ -423,15 +463,36 @@ def _result(block: Mapping[str, Any], param: str, read: ReadInput) -> None:
         raise BadRequestError(f"{param}.content: text or blocks", param=f"{param}.content")
 
 
+CHAT_NAMES = {
+    ".function.parameters": ".input_schema",
+    ".function": "",
+    "response_format.json_schema": "output_config.format",
+}
+"""Names of a chat's fields, in the order in which they are looked for → this API's."""
+
+
+def _own_name(param: str, read: ReadInput) -> str:
+    """What this API calls a part of the chat."""
+    if param == "stop" or param.startswith("stop["):
+        return param.replace("stop", "stop_sequences", 1)
+    param = param if param == "messages" else read.renamed(param)
+    for name, own in CHAT_NAMES.items():
+        param = param.replace(name, own)
+    return param
+
+
 def _own_names(read: ReadInput) -> AbstractContextManager[None]:
-    """Errors about a chat's messages and stop strings get the names of this API."""
+    """Errors about a chat get the names of this API."""
+    return renaming_errors(lambda param: _own_name(param, read))
 
-    def renamed(param: str) -> str:
-        if param == "stop":
-            return "stop_sequences"
-        return param if param == "messages" else read.renamed(param)
 
-    return renaming_errors(renamed)
+def _own_grammar(grammar: Grammar, read: ReadInput) -> Grammar:
+    """The same; the engine's errors name it and its parts as this API does."""
+    return msgspec.structs.replace(
+        grammar,
+        param=_own_name(grammar.param, read),
+        parts=tuple(_own_grammar(part, read) for part in grammar.parts),
+    )
 
 
 # --- the answer -----------------------------------------------------------------------------------

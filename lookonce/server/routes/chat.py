@@ -26,14 +26,12 @@ from lookonce.frontend.responses import (
 )
 from lookonce.frontend.sampling_params import chat_sampling
 from lookonce.frontend.tools.calls import (
-    TOOL_FIELDS,
     AnswerDelta,
     CallReader,
     PlainTextReader,
     Reason,
     RequestedTools,
     ToolCalling,
-    ToolFields,
     call_deltas_of,
     content_of,
     finish_reason_shown,
@@ -52,7 +50,7 @@ from lookonce.server.routes.serving_base import (
     respond,
 )
 from lookonce.server.services import Services
-from lookonce.types.sampling import Grammar, SamplingParams
+from lookonce.types.sampling import SamplingParams
 
 
 async def chat_completions(request: Request) -> Response:
@@ -65,39 +63,27 @@ async def chat_completions(request: Request) -> Response:
 
 
 def checked_chat(
-    body: ChatRequest,
-    services: Services,
-    fields: ToolFields = TOOL_FIELDS,
-    grammar: Grammar | None = None,
+    body: ChatRequest, services: Services
 ) -> tuple[SamplingParams, ToolCalling | None]:
     """How to sample, and the tools the model may call. Raises `BadRequestError` naming the part at
-    fault.
-
-    `fields`: what the request calls its tools; `grammar`: of the answer, where the API asks for it
-    in its own way."""
+    fault."""
     if not body.messages:
         raise BadRequestError("messages must not be empty", param="messages")
     if body.modalities not in (None, [], ["text"]):
         raise BadRequestError("modalities other than text are not supported", param="modalities")
-    asked = requested_tools(body, close=services.defaults.closed_schemas, fields=fields)
+    asked = requested_tools(body, close=services.defaults.closed_schemas)
     tools = tool_calling(asked, services.tool_dialect)
     sampling = chat_sampling(body, services.defaults)
-    if grammar is not None:
-        sampling = msgspec.structs.replace(sampling, grammar=grammar)
     return (sampling if tools is None else tools.constrain(sampling)), tools
 
 
-def requested_tools(
-    body: ChatRequest, *, close: bool, fields: ToolFields = TOOL_FIELDS
-) -> RequestedTools | None:
+def requested_tools(body: ChatRequest, *, close: bool) -> RequestedTools | None:
     """Of `tools` or `functions`. Raises `BadRequestError` naming the part at fault."""
     if body.functions and body.tools:
         raise BadRequestError("functions and tools cannot be used together", param="functions")
     if body.functions or body.function_call not in (None, "none", "auto"):
         return read_functions(body.functions or (), body.function_call, close=close)
-    return read_tools(
-        body.tools, body.tool_choice, body.parallel_tool_calls, close=close, fields=fields
-    )
+    return read_tools(body.tools, body.tool_choice, body.parallel_tool_calls, close=close)
 
 
 def chat_options(body: ChatRequest | TokenizeRequest, tools: ToolCalling | None) -> dict[str, Any]:

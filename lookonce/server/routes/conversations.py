@@ -15,12 +15,12 @@ from lookonce.render.prompt.messages import has_many_values
 from lookonce.server.http.body import receive, renaming_errors
 from lookonce.server.http.responses import encode, json_response
 from lookonce.server.response_store import ResponseDatabase
+from lookonce.server.routes.responses_api.events import new_id
 from lookonce.server.routes.responses_api.input import Json, read_input
 from lookonce.server.routes.responses_api.stored import (
     DeletedObject,
     check_metadata,
     item_list,
-    new_id,
     page_asked,
     shown_item,
     store_of,
@@ -118,8 +118,8 @@ async def add_conversation_items(request: Request) -> Response:
     body = await receive(request, ConversationItemsRequest)
     items = await _checked(request, body.items)
     with renaming_errors(_items_name):
-        await store.call(ResponseDatabase.add_to_conversation, tenant, _id(request), items)
-    return json_response(item_list(items))
+        added = await store.call(ResponseDatabase.add_to_conversation, tenant, _id(request), items)
+    return json_response(item_list(added))
 
 
 async def show_conversation_item(request: Request) -> Response:

@@ -10,11 +10,11 @@ from starlette.responses import Response
 from starlette.types import Message
 
 from lookonce.errors import BadRequestError
-from lookonce.server.http.body import body_limit, decoded_body, read_body
+from lookonce.server.http.body import decoded_body, read_body
 from lookonce.server.routes.chat import chat_completions
 from lookonce.server.routes.completions import completions
 from lookonce.server.routes.generate import generate
-from lookonce.server.routes.pooling import embeddings, rerank, score
+from lookonce.server.routes.pooling import embeddings, pool, rerank, score
 from lookonce.server.routes.responses_api.route import create_response
 from lookonce.server.services import Services
 
@@ -34,13 +34,14 @@ POOLING_HANDLERS: dict[str, Handler] = {
     "text_1": score,
     "data_1": score,
 }
-"""The same of a model that gives embeddings or scores."""
+"""The same of a model that gives embeddings or scores; `pool` in the place of `embeddings` where it
+gives no vector of an input."""
 
 
 async def invocations(request: Request) -> Response:
     """Raises `BadRequestError` for a body that is a request for none of the routes."""
     services: Services = request.app.state.services
-    body = await read_body(request, body_limit(services.config.media))
+    body = await read_body(request, services.config.media.max_body_bytes)
     try:
         fields = await decoded_body(request, body, lambda: _fields(body))
     except (ValueError, RecursionError) as error:
@@ -48,10 +49,12 @@ async def invocations(request: Request) -> Response:
             f"the body is not a JSON object: {error}", code="invalid_json"
         ) from None
     services.require_ready()
-    pools = services.engine.model.pooling is not None
-    handlers = POOLING_HANDLERS if pools else HANDLERS
+    pooling = services.engine.model.pooling
+    handlers = HANDLERS if pooling is None else POOLING_HANDLERS
     for name, handler in handlers.items():
         if name in fields:
+            if handler is embeddings and pooling is not None and not pooling.embeds:
+                handler = pool
             return await handler(_with_body(request, body))
     raise BadRequestError(f"the body has none of {', '.join(handlers)}")
 

@@ -94,6 +94,7 @@ async def pool(request: Request) -> Response:
     body = await receive(request, PoolingRequest)
     context = _open(request, body, arrival)
     pooling = require_pools(context.services.engine.model)
+    _check_task(body.task, pooling)
     check_dimensions(body.dimensions, pooling)
     return await respond(request, context, PoolingBuilder(context, body, pooling))
 
@@ -114,6 +115,14 @@ async def rerank(request: Request) -> Response:
     if body.top_n is not None and body.top_n < 0:
         raise BadRequestError("top_n: must be at least 0", param="top_n")
     return await respond(request, context, RerankBuilder(context, body, pooling))
+
+
+def _check_task(task: str | None, pooling: PoolingInfo) -> None:
+    """Raises `BadRequestError` for a task that the model does not do."""
+    given = {"all": "token_embed", "sparse": "token_classify"}.get(pooling.kind, "embed")
+    given = "classify" if pooling.scores else given
+    if task not in (None, given):
+        raise BadRequestError(f"task: this model does {given} alone", param="task")
 
 
 def _open(request: Request, body: PoolingFields, arrival: float) -> ServingContext:
@@ -322,11 +331,12 @@ class EmbeddingsBuilder(PooledBuilder):
         self._inputs = []
 
     def _vectors(self, number: int) -> Floats:
+        body = self.body
         return vectors(
             self.pooled(number),
             self.pooling,
-            dimensions=self.body.dimensions,
-            normalize=self.body.normalize,
+            dimensions=body.dimensions,
+            normalize=body.use_activation if body.normalize is None else body.normalize,
         )
 
     def whole(self, samples: Sequence[Sample]) -> msgspec.Struct:
@@ -474,9 +484,9 @@ class RerankBuilder(ComparingBuilder):
         context, scores = self.context, self.scores()
         results = [
             RankedDocument(index=index, relevance_score=scores[index])
-            for index in ranked(scores, self.body.top_n)
+            for index in ranked(scores, self.body.top_n or None)
         ]
-        if self.body.return_documents:
+        if self.body.return_documents is not False:
             for result in results:
                 given = self.body.documents[result.index]
                 result.document = {"text": given} if isinstance(given, str) else given

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -98,16 +98,15 @@ def open_context(
     if not pools:
         require_generates(services.engine.model)
     check_body(body)
+    options = body.stream_options or StreamOptions()
     context = ServingContext(
         services=services,
         principal=principal,
         model=model,
         request_id=request_id_of(request, body.request_id),
         stream=bool(body.stream),
-        include_usage=body.stream_options is not None and body.stream_options.include_usage,
-        continuous_usage=body.stream_options is not None
-        and body.stream_options.include_usage
-        and body.stream_options.continuous_usage_stats,
+        include_usage=bool(options.include_usage),
+        continuous_usage=bool(options.include_usage and options.continuous_usage_stats),
         wants_kv_transfer=KV_TRANSFER_KEY in (body.kv_transfer_params or ()),
         wants_receipt=body.reuse_receipt or header(request.scope, b"x-reuse-receipt") == "1",
         limit_asked=names_limit(body),
@@ -120,12 +119,17 @@ def open_context(
     return context
 
 
-def apply_controls(request: Request, body: TakesControls) -> None:
+def apply_controls(
+    request: Request, body: TakesControls, asked: Mapping[str, Any] | None = None
+) -> None:
     """Turn `reasoning_effort` and its kin into variables of the chat template, where it reads such;
-    the answer's header names those that are ignored. Variables of the client's own stay."""
+    the answer's header names those that are ignored. Variables of the client's own stay.
+
+    `asked` is what the body asks for, by the request's names, unless the body itself was sent."""
     services: Services = request.app.state.services
     known = services.renderer.template_variables
-    variables, ignored = template_controls(body.asked_controls(), known)
+    asked = body.asked_controls() if asked is None else asked
+    variables, ignored = template_controls(asked, known)
     if variables:
         body.chat_template_kwargs = {**variables, **(body.chat_template_kwargs or {})}
     if ignored:
@@ -194,7 +198,10 @@ class ServingContext:
     def __exit__(self, *_: object) -> None:
         self.services.running.forget(self.principal.tenant, self.request_id, self.abort)
         self.usage_limits.generated(sum(each.completion_tokens for each in self.generations))
+        log = self.services.request_log
         for generation in self.generations:
+            if log is not None and generation.recorded is not None:
+                log.note(generation, self.arrival, self.principal.tenant)
             if generation.reuse_stats is not None:
                 self.services.savings.count(
                     self.principal.tenant, generation.rendered, generation.reuse_stats
@@ -233,6 +240,8 @@ class ServingContext:
             limit_asked=self.limit_asked,
             pools=pools,
         )
+        if self.services.request_log is not None and not pools:
+            generation.recorded = []
         most = 0 if pools else generation.sampling.max_tokens or 0
         self.usage_limits.take_tokens(rendered.num_tokens, most * sampling.n)
         self.watch(generation)

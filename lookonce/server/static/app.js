@@ -92,14 +92,14 @@ async function ask() {
   if (asking || (!turn.question && !turn.attachments.length)) return;
   tray.take();
   setQuestion("");
+  const instead = edited ? conversation.cutFrom(edited) : [];
   if (edited) {
-    conversation.cutFrom(edited);
     transcript.show(conversation.turns);
     setEdited(null);
   }
   transcript.ask(turn);
   const talk = conversation;
-  await run(turn, (request) => talk.ask(turn, request));
+  await run(turn, (request) => talk.ask(turn, request, instead), { instead });
 }
 
 async function retry(turn) {
@@ -117,7 +117,7 @@ async function answerResults(turn) {
 }
 
 /** Shows one answer while it comes, and keeps the conversation when it has ended. */
-async function run(turn, work, { again = false } = {}) {
+async function run(turn, work, { again = false, instead = [] } = {}) {
   const talk = conversation;
   const answer = transcript.answer(turn);
   const controller = new AbortController();
@@ -126,7 +126,7 @@ async function run(turn, work, { again = false } = {}) {
     await work({ model: picker.value || undefined, settings, signal: controller.signal, view: viewOf(answer, talk) });
     announce(turn.answers.at(-1)?.text ?? "");
   } catch (error) {
-    failed(turn, answer, error, again);
+    failed(turn, answer, error, { again, instead });
   } finally {
     answer.end();
     await keep(talk).catch((error) => announce(`This conversation could not be kept: ${error.message}`));
@@ -145,8 +145,11 @@ function viewOf(answer, talk) {
   };
 }
 
-/** What was not answered at all goes back to where it was typed, and a file's refusal is said at the file. */
-function failed(turn, answer, error, again) {
+/**
+ * What was not answered at all goes back to where it was typed, and a file's refusal is said at the file. An edited
+ * question, and what was said after it, then stand as before (`instead`).
+ */
+function failed(turn, answer, error, { again, instead }) {
   if (!answer.node.isConnected) return; // another conversation is shown
   const stopped = error.name === "AbortError";
   const unanswered = !again && !turn.answers.length && !question.value && !tray.items.length;
@@ -154,23 +157,26 @@ function failed(turn, answer, error, again) {
   if (unanswered) {
     setQuestion(turn.question);
     tray.put(turn.attachments);
+    setEdited(instead[0] ?? null);
   }
-  const item = unanswered ? refusedPart(turn, error) : null;
+  const item = unanswered ? refusedPart(turn, error, instead.length) : null;
   if (item) {
     transcript.show(conversation.turns);
     tray.refuse(item, error);
   } else {
     const note = [stopped ? "Stopped." : error.message, { problem: !stopped }];
-    if (again && !answer.said) transcript.show(conversation.turns, note); // as it was before
+    const asBefore = again ? !answer.said : instead.length && !turn.answers.length;
+    if (asBefore) transcript.show(conversation.turns, note);
     else answer.note(...note);
   }
   if (error.status === 401) settings.open(error.message);
 }
 
-/** The attachment that a server's error names, if it is one of this turn. */
-function refusedPart(turn, { param }) {
+/** The attachment that a server's error names, if it is one of this turn, which `after` others have come back after. */
+function refusedPart(turn, { param }, after) {
   const [, message, part] = /^messages\[(\d+)\]\.content\[(\d+)\]/.exec(param ?? "") ?? [];
-  const earlier = conversation.turns.reduce((count, { answers }) => (
+  const { turns } = conversation;
+  const earlier = turns.slice(0, turns.length - after).reduce((count, { answers }) => (
     count + 1 + answers.reduce((said, { calls }) => said + 1 + calls.length, 0)
   ), settings.systemMessages.length);
   return Number(message) === earlier ? turn.attachments[Number(part)] : undefined;

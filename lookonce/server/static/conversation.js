@@ -51,16 +51,17 @@ export class Conversation {
 
   /**
    * Asks, and tells `view` what comes: text(piece), thinking(piece), called(calls), ended(facts).
-   * A turn stays in the conversation once some of its answer is there, stopped or not.
+   * A turn stays in the conversation once some of its answer is there, stopped or not; without any, the turns
+   * that it stands for (`instead`, cut from the end) come back.
    */
-  async ask(turn, request) {
+  async ask(turn, request, instead = []) {
     turn.answers = [];
     this.turns.push(turn);
     this.title ||= (turn.question || turn.attachments[0]?.name || "Chat").replace(/\s+/g, " ").slice(0, TITLE);
     try {
       await this.answer(turn, request);
     } catch (error) {
-      if (!turn.answers.length) this.turns = this.turns.filter((other) => other !== turn);
+      if (!turn.answers.length) this.turns = [...this.turns.filter((other) => other !== turn), ...instead];
       throw error;
     }
   }

@@ -25,6 +25,7 @@ from lookonce.frontend.requests import (
     TokenizeRequest,
 )
 from lookonce.server.http.body import FEW_VALUES, MAX_VALUES, SMALL_BODY_BYTES, parse, receive
+from lookonce.types.held_bytes import TenantBytes
 from tests.support.nodes import engine_node, run
 from tests.support.server.doubles import ByteRenderer
 
@@ -149,6 +150,40 @@ def test_bodies_of_many_values_are_read_in_turn_by_tenant(on_site):
         may_end.set()
         assert (await own).status_code == 400
         await turn
+
+    on_site(scenario, api_key=("a:a", "b:b"))
+
+
+def test_bodies_of_one_tenant_together_leave_room_for_those_of_another(on_site):
+    """What counts is what has come; it is given back when the request ends."""
+
+    async def scenario(site):
+        held = site.services.held_bytes = TenantBytes(1_000_000, lambda: True)
+        goes_on = asyncio.Event()
+
+        async def slow():
+            yield b'{"tokens": [1], "a": "' + b"a" * 400_000
+            await goes_on.wait()
+            yield b'"}'
+
+        async def post(tenant, content):
+            headers = {"Authorization": f"Bearer {tenant}"}
+            return await site.client.post("/detokenize", content=content, headers=headers)
+
+        async def status(tenant):
+            return await post(tenant, b'{"tokens": [1], "a": "' + b"a" * 200_000 + b'"}')
+
+        first = asyncio.create_task(post("a", slow()))
+        while not held.of("a"):  # noqa: ASYNC110 - nothing tells
+            await asyncio.sleep(0.001)
+        refused = await status("a")
+        assert refused.status_code == 429
+        assert "your requests" in refused.json()["error"]["message"]
+        assert (await status("b")).status_code != 429
+        goes_on.set()
+        assert (await first).status_code != 429
+        assert held.total == 0
+        assert (await status("a")).status_code != 429
 
     on_site(scenario, api_key=("a:a", "b:b"))
 

@@ -76,6 +76,7 @@ WRONG_FIELDS = [
     ({"logit_bias": {"99999": 1}}, "logit_bias"),
     ({"stop_token_ids": [-1]}, "stop_token_ids"),
     ({"top_logprobs": 3}, "top_logprobs"),
+    ({"top_logprobs": 3, "logprobs": False}, "top_logprobs"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
     ({"stream": True, "stream_options": {"include_usage": 3}}, "stream_options.include_usage"),

@@ -55,12 +55,6 @@ REFUSED = [
     ({**HELLO, "tools": [TOOL], "tool_choice": {"type": "all"}}, "tool_choice.type"),
     ({**HELLO, "temperature": -1}, "temperature"),
     ({**HELLO, "stop_sequences": [""]}, "stop_sequences"),
-    ({**HELLO, "output_config": {"format": {"type": "xml"}}}, "output_config.format.type"),
-    (
-        {**HELLO, "output_config": {"format": {"type": "json_schema"}}},
-        "output_config.format.schema",
-    ),
-    ({**HELLO, "output_format": {"type": "json_schema"}}, "output_format.schema"),
 ]
 
 
@@ -129,6 +123,122 @@ def test_results_reach_the_template_as_tool_messages(on_site):
         assert [message["role"] for message in seen] == ["system", "assistant", "tool", "user"]
         assert json.loads(seen[1]["tool_calls"][0]["function"]["arguments"]) == {"a": 1}
         assert (seen[1]["content"], seen[2]["content"]) == ("Well.", "sunny")
+
+    on_site(scenario)
+
+
+def test_what_claude_code_puts_into_the_system_prompt_for_billing_is_left_out():
+    system = [
+        {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1; cch=5b1e7;"},
+        {"type": "text", "text": "Be short."},
+    ]
+    asked = CountTokensRequest(messages=HELLO["messages"], system=system)
+    assert read_messages(asked).messages[0] == {"role": "system", "content": "Be short."}
+    asked = CountTokensRequest(messages=HELLO["messages"], system=system[:1])
+    assert [each["role"] for each in read_messages(asked).messages] == ["user"]
+
+
+def test_a_schema_of_output_config_holds_and_errors_name_it(on_site):
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+
+    def asking(**format):
+        return {**HELLO, "output_config": {"format": {"type": "json_schema", **format}}}
+
+    async def scenario(site):
+        answer = await site.client.post("/v1/messages", json=asking(schema=schema))
+        assert answer.status_code == 200, answer.text
+        assert "x-lookonce-warning" not in answer.headers
+        grammar = site.engine.samplings[-1].grammar
+        assert json.loads(grammar.source)["properties"] == schema["properties"]
+        assert grammar.param == "output_config.format.schema"
+        for body, named in (
+            (asking(), "output_config.format.schema"),
+            (asking(type="grammar", schema=schema), "output_config.format.type"),
+        ):
+            refused = await site.client.post("/v1/messages", json=body)
+            assert refused.status_code == 400
+            assert refused.json()["error"]["message"].startswith(named)
+
+    on_site(scenario)
+
+
+def test_a_forced_call_s_schema_has_this_api_s_name(on_site):
+    async def scenario(site):
+        calling(site)
+        body = {**HELLO, "max_tokens": 150, "tools": [TOOL], "tool_choice": {"type": "any"}}
+        assert (await site.client.post("/v1/messages", json=body)).status_code == 200
+        (part,) = site.engine.samplings[-1].grammar.parts
+        assert part.param == "tools[0].input_schema"
+
+    on_site(scenario)
+
+
+@pytest.mark.parametrize(
+    ("reads", "fields", "variables", "ignored"),
+    [
+        ("enable_thinking", {"thinking": {"type": "disabled"}}, {"enable_thinking": False}, None),
+        ("thinking", {"thinking": {"type": "adaptive"}}, {"thinking": True}, None),
+        (
+            "thinking",
+            {"thinking": {"type": "enabled", "budget_tokens": 1024}},
+            {"thinking": True},
+            "thinking.budget_tokens",
+        ),
+        ("thinking", {"thinking": {"type": "between_tools"}}, None, "thinking.type"),
+        ("reasoning_effort", {"thinking": {"type": "disabled"}}, None, "thinking.type"),
+        (
+            "reasoning_effort",
+            {"output_config": {"effort": "low"}},
+            {"reasoning_effort": "low"},
+            None,
+        ),
+        ("nothing", {"output_config": {"effort": "low"}}, None, "output_config.effort"),
+    ],
+)
+@pytest.mark.parametrize("route", ["/v1/messages", "/v1/messages/count_tokens"])
+def test_thinking_and_effort_are_the_template_s_or_named_as_ignored(
+    on_site, route, reads, fields, variables, ignored
+):
+    async def scenario(site):
+        site.renderer.template_variables = frozenset({reads})
+        asked = dict(HELLO) if route == "/v1/messages" else {"messages": HELLO["messages"]}
+        answer = await site.client.post(route, json={**asked, **fields})
+        assert answer.status_code == 200, answer.text
+        assert site.renderer.options["chat_template_kwargs"] == variables
+        warned = None if ignored is None else f"ignored: {ignored}"
+        assert answer.headers.get("x-lookonce-warning") == warned
+
+    on_site(scenario)
+
+
+@pytest.mark.parametrize(
+    ("last", "goes_on"),
+    [
+        ({"role": "assistant", "content": "It is ("}, True),
+        ({"role": "assistant", "content": [{"type": "text", "text": "It is ("}]}, True),
+        ({"role": "assistant", "content": ""}, False),
+        ({"role": "assistant", "content": [{"type": "text", "text": "It"}, USE]}, False),
+        ({"role": "user", "content": "And?"}, False),
+    ],
+)
+def test_an_answer_goes_on_from_the_assistant_s_last_message(on_site, last, goes_on):
+    async def scenario(site):
+        body = {**HELLO, "messages": [*HELLO["messages"], last]}
+        answer = await site.client.post("/v1/messages", json=body)
+        assert answer.status_code == 200, answer.text
+        asked = site.renderer.options
+        assert asked["continue_final_message"] is goes_on
+        assert asked["add_generation_prompt"] is not goes_on
+
+    on_site(scenario)
+
+
+def test_the_request_s_id_is_where_anthropic_s_clients_look_for_it(on_site):
+    async def scenario(site):
+        for body in (HELLO, {}):
+            answer = await site.client.post("/v1/messages", json=body)
+            assert answer.headers["request-id"] == answer.headers["x-request-id"]
+        assert "request-id" not in (await site.chat()).headers
 
     on_site(scenario)
 

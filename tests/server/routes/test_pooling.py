@@ -98,8 +98,15 @@ def test_embeddings_of_texts_by_openai_s_client(embedder):
             assert np.allclose(short.data[0].embedding, cut, atol=1e-6)
             assert (await node.post("/v1/embeddings", example(0))).status_code == 200
 
-            raw = await create(model="m", input="a red circle", extra_body={"normalize": False})
-            assert np.linalg.norm(raw.data[0].embedding) > 1.5
+            for asked in ({"normalize": False}, {"use_activation": False}):
+                raw = await create(model="m", input="a red circle", extra_body=asked)
+                assert np.linalg.norm(raw.data[0].embedding) > 1.5
+            body = {"input": "a red circle", "encoding_format": None}
+            plain = await node.ok("/v1/embeddings", body)
+            assert np.allclose(plain["data"][0]["embedding"], found, atol=1e-6)
+            pooled = await node.ok("/pooling", {"input": "a red circle", "task": "embed"})
+            assert np.allclose(pooled["data"][0]["data"], found, atol=1e-6)
+            await refused(node, "/pooling", {"input": "a", "task": "token_embed"}, "task")
 
     run(scenario())
 
@@ -242,6 +249,8 @@ def test_scores_and_ranks_are_cosines_of_embeddings(embedder):
             order = np.argsort(-cosines)[:2].tolist()
             assert [result["index"] for result in ranked["results"]] == order
             assert ranked["results"][0]["document"] == {"text": texts[order[0]]}
+            whole = {"query": texts[0], "documents": texts, "top_n": 0, "return_documents": None}
+            assert len((await node.ok("/v1/rerank", whole))["results"]) == len(texts)
             bare = await node.ok(
                 "/v2/rerank", {"query": "a", "documents": texts, "return_documents": False}
             )
@@ -280,8 +289,9 @@ def test_a_reranker_s_scores_are_transformers(embedder, kind):
             logit = logits["data"][0]["score"]
             assert abs(1 / (1 + np.exp(-logit)) - found[0]) < 1e-5
             await refused(node, "/v1/embeddings", {"input": "a"}, "model")
-            classes = await node.ok("/pooling", {"input": "a circle"})
-            assert len(classes["data"][0]["data"]) == 1
+            for path in ("/pooling", "/invocations"):
+                classes = await node.ok(path, {"input": "a circle"})
+                assert len(classes["data"][0]["data"]) == 1
 
     run(scenario())
 

@@ -17,7 +17,7 @@ from PIL import Image
 from lookonce.render.media import picture_size
 from lookonce.types.model import ONE_IN_A_PROMPT
 from tests.support.drawing import audio_part, image_part, text_part
-from tests.support.model.cases import picture, sound
+from tests.support.model.cases import ALL_MODELS, picture, sound
 from tests.support.model.films import film_part
 from tests.support.model_folders.make import KINDS
 from tests.support.nodes import engine_node, render_node, run
@@ -122,7 +122,8 @@ PICTURES = (image_part(picture(1)), text_part(" and "), image_part(picture(2, 90
 SOUNDS = (audio_part(sound(1)), text_part(" and "), audio_part(sound(2, 1.3)))
 FORMS = ("encoded", "tensors")
 SAMPLING = {"temperature": 0, "max_tokens": 8, "logprobs": True}
-MEDIA_KINDS = [kind for kind, made in KINDS.items() if made.preprocessor is not None]
+MEDIA_KINDS = sorted(kind for kind, made in KINDS.items() if made.preprocessor is not None)
+SAMPLE = ("gemma3", "qwen3_vl", "voxtral")
 
 
 def chats_of(kind, modalities) -> list[dict[str, object]]:
@@ -159,9 +160,11 @@ def test_token_ids_for_a_model_whose_prompt_is_one_sound_are_refused_by_name(fol
     run(scenario())
 
 
-@pytest.mark.parametrize("kind", ["nano", *sorted(set(MEDIA_KINDS) - {SOUND_ALONE})])
+@pytest.mark.parametrize("kind", ["nano", *(MEDIA_KINDS if ALL_MODELS else SAMPLE)])
 def test_render_then_generate_equals_chat_token_for_token(folder, kind):
     """No cache helps: every form has a salt, and with it a scope, of its own."""
+    if kind == SOUND_ALONE:
+        pytest.skip("token ids cannot say its prompts")
 
     async def scenario():
         async with engine_node(folder(kind)) as engine, render_node(folder(kind)) as renderer:

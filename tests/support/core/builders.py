@@ -14,6 +14,7 @@ from lookonce.core.block_pool import BlockPool
 from lookonce.core.encoder_cache import EncoderCache
 from lookonce.core.scheduler import Scheduler
 from lookonce.core.scheduler_state import SchedulerState
+from lookonce.core.state_snapshots import StateSnapshots
 from lookonce.types.media import Array, Expansion, MediaFeature, Modality, ProcessedItem
 from lookonce.types.model import ModelInfo
 from lookonce.types.pooling import PoolingInfo
@@ -97,6 +98,7 @@ def model_info(
     largest_unsplittable: int = 0,
     pooling: PoolingInfo | None = None,
     encoder_only: bool = False,
+    state_bytes: int = 0,
 ) -> ModelInfo:
     return ModelInfo(
         name="fake",
@@ -111,6 +113,7 @@ def model_info(
         largest_unsplittable=largest_unsplittable,
         pooling=pooling,
         encoder_only=encoder_only,
+        state_bytes=state_bytes,
     )
 
 
@@ -130,16 +133,20 @@ class Limits:
     max_encoder_tokens: int = 32
     max_queue: int = 1024
     prefix_caching: bool = True
+    num_snapshots: int = 4
+    """Of states, where the model keeps any."""
     model: ModelInfo = field(default_factory=model_info)
 
 
 def make_scheduler(limits: Limits, clock: Clock = time.monotonic) -> Scheduler:
+    state_bytes = limits.model.state_bytes
     return Scheduler(
         SchedulerState(
             BlockPool(limits.num_blocks, limits.block_size),
             EncoderCache(limits.encoder_rows * ROW_BYTES, ROW_BYTES, limits.host_rows * ROW_BYTES),
             prefix_caching=limits.prefix_caching,
             clock=clock,
+            snapshots=StateSnapshots(limits.num_snapshots, state_bytes) if state_bytes else None,
         ),
         limits.model,
         SchedulerConfig(

@@ -1,6 +1,8 @@
 """A runner without a model, that computes honestly and objects to every plan that is wrong.
 
 The "K/V" of a position is a digest of the K/V before it and of its input (token, or encoder row).
+With states beside keys and values a sequence's state is that digest, too: it begins as none or as
+the copy of a snapshot, and must be the digest before the next position.
 It is read back from the block the plan's tables name, so a clobbered block, a wrong prefix hit, a
 wrong row or a skipped position changes every token that is sampled after it. With an
 encoder-decoder model every position reads all inputs of its sequence. `reference` computes the same
@@ -51,6 +53,8 @@ class _Known:
     sampled: bool = False
     shift: int = 0
     """Of positions over indices."""
+    state: bytes = b""
+    """After the last computed token, of a model that keeps states."""
 
 
 class FakeRunner:
@@ -77,6 +81,8 @@ class FakeRunner:
         self.received: list[bytes] = []
         """Every key whose output came from an external tier, in order."""
         self.lost: set[bytes] = set()
+        self.snapshots: dict[int, bytes] = {}
+        """Slot → the state that it holds."""
         self.computed_tokens = 0
         self._pooled: dict[int, bytes] = {}
         """Of this step: the state after the last token, of models that pool."""
@@ -96,6 +102,7 @@ class FakeRunner:
         self._receive(plan, failed)
         self._encode(plan, failed)
         self._check_budgets(plan)
+        self._check_snapshots(plan)
         broken: dict[int, LookOnceError] = {}
         self._pooled = {}
         prompt_logprobs = {chunk.seq_id: self._score(chunk) for chunk in plan.scheduled}
@@ -121,7 +128,13 @@ class FakeRunner:
         features = collect(new.features, encoder_decoder=self.limits.model.encoder_decoder)
         asked = new.sampling.prompt_logprobs is not None and new.sample_index == 0
         scored = range(new.num_prompt_tokens - 1 if asked else 0)
-        self.known[new.seq_id] = _Known(new.token_ids.tolist(), features, new.sample_index, scored)
+        sequence = _Known(new.token_ids.tolist(), features, new.sample_index, scored)
+        self.known[new.seq_id] = sequence
+        if new.snapshot is not None:
+            require(
+                new.snapshot in self.snapshots, "a sequence begins with a snapshot that is held"
+            )
+            sequence.state = self.snapshots[new.snapshot]
         require(len(self.known) <= self.limits.max_num_seqs, "no more sequences than max_num_seqs")
 
     def _extend(self, extension: Extension) -> None:
@@ -231,6 +244,15 @@ class FakeRunner:
         decodes = [self.known[seq_id].sampled for seq_id in seq_ids]
         require(decodes == sorted(decodes, reverse=True), "decodes come first")
 
+    def _check_snapshots(self, plan: StepPlan) -> None:
+        slots = [slot for chunk in plan.scheduled for _, slot in chunk.snapshots]
+        require(len(set(slots)) == len(slots), "a slot takes one state in a step")
+        for chunk in plan.scheduled:
+            points = [num_tokens for num_tokens, _ in chunk.snapshots]
+            require(points == sorted(set(points)), "snapshots of a chunk ascend")
+            within = all(0 < point <= chunk.num_tokens for point in points)
+            require(within, "snapshots are taken of the chunk's own tokens")
+
     def _compute(
         self,
         chunk: ScheduledSequence,
@@ -244,6 +266,9 @@ class FakeRunner:
         if chunk.seq_id in self.failing_sequences:
             broken[chunk.seq_id] = RequestFailedError("the forward pass failed")
         read = (*(e.key for e in chunk.embeds), *attended(sequence.features))
+        for _, slot in chunk.snapshots:
+            require(slot < self.limits.num_snapshots, "snapshots stay within their slots")
+            self.snapshots.pop(slot, None)  # a step that fails leaves no state there
         if chunk.seq_id in broken or any(key in failed for key in read):
             return -1 if chunk.sample else None
         self._write(chunk, sequence)
@@ -306,6 +331,12 @@ class FakeRunner:
             before = self._read(sequence, position - 1) if position else b""
             slot = (block, position % self.block_size)
             self.kv[slot] = advance(before, sequence.tokens[position], expected, inputs)
+            if self.limits.model.state_bytes:
+                require(sequence.state == before, "the state is that after all tokens before")
+                sequence.state = self.kv[slot]
+                done = position + 1 - chunk.start
+                kept = [slot for at, slot in chunk.snapshots if at == done]
+                self.snapshots |= dict.fromkeys(kept, sequence.state)
 
     def _delivered_rows(self, chunk: ScheduledSequence) -> dict[int, tuple[bytes, int]]:
         rows: dict[int, tuple[bytes, int]] = {}

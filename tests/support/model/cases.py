@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import os
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -353,4 +354,15 @@ KINDS = (
     *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen2_5_omni", "nano", "qwen3_omni"),
     *("qwen2_audio", "voxtral"),
 )
+ALL_MODELS = bool(os.environ.get("ALL_MODELS"))
+"""Set by `make test-models`: each test with every type of model it is for."""
+COMPARED = (
+    KINDS
+    if ALL_MODELS
+    else (
+        *("llama", "qwen3_moe", "gemma2", "gpt_oss", "pixtral", "gemma3", "idefics3"),
+        *("qwen2_5_vl", "qwen3_vl", "nano", "qwen3_omni", "qwen2_audio", "voxtral"),
+    )
+)
+"""The kinds that are compared now: each way to attend, to place media and to count positions."""
 MAX_LOGIT_ERROR = 1e-4

@@ -14,6 +14,7 @@ from lookonce.core.block_pool import BlockPool
 from lookonce.core.encoder_cache import EncoderCache
 from lookonce.core.scheduler import Scheduler
 from lookonce.core.scheduler_state import SchedulerState
+from lookonce.core.state_snapshots import StateSnapshots
 from lookonce.engine.process.engine_core import EngineCore
 from lookonce.model.attention.select import select_backend
 from lookonce.model.loader import LoadedModel
@@ -24,6 +25,8 @@ from lookonce.types.sampling import SamplingParams
 from tests.support.model.cases import array
 from tests.support.model.serving import CapturingRunner, PlanEdit
 
+SNAPSHOTS = 8
+"""Of states, for models that keep any."""
 ONE = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
 
 
@@ -45,6 +48,7 @@ class LiveModel:
                 BlockPool(num_blocks, block_size),
                 EncoderCache(1 << 20, info.encoder_row_bytes),
                 prefix_caching=True,
+                snapshots=StateSnapshots(SNAPSHOTS, info.state_bytes) if info.state_bytes else None,
             ),
             info,
             SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=budget),
@@ -57,6 +61,7 @@ class LiveModel:
             max_num_seqs=8,
             max_num_batched_tokens=budget,
             edit=edit,
+            num_snapshots=SNAPSHOTS,
         )
         self.core = EngineCore(self.scheduler, self.runner)
         self.deltas: list[Any] = []

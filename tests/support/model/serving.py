@@ -9,11 +9,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from PIL import Image
 from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, AutoModelForSeq2SeqLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils import is_timm_available, is_torchaudio_available, is_torchvision_available
 
 from lookonce.config import ModelConfig, SchedulerConfig
 from lookonce.core.block_pool import BlockPool
@@ -42,6 +44,12 @@ NEAR_TIE = 1e-4
 """Logit gap between the two best tokens below which two computations may differ."""
 
 TEXT = "Tell me about this please "
+NEED_TIMM = ("fast_vlm", "gemma3n", "perception_lm")
+NEED_TORCHVISION = (
+    *("cohere2_vision", "gemma4_unified", "kimi_k25", "lfm2_vl", "llama4", "minicpm_ocr"),
+    *("minicpmv4_6", "minimax_m3_vl", "muse_glimmer", "nemotron_h_omni", "step3p7", *NEED_TIMM),
+)
+NEED_TORCHAUDIO = ("fun_asr_nano", "granite_speech", "granite_speech_plus")
 PlanEdit = Callable[[StepPlan], StepPlan]
 
 
@@ -106,6 +114,17 @@ def make_general_subject(folder: Path) -> Subject:
     for case in cases:
         assert case.token_ids.tolist() == case.reference["input_ids"][0].tolist()
     return Subject(loaded, cases, expected_answers(folder, loaded.info, cases))
+
+
+def missing_library(model_type: str) -> str | None:
+    """A library that transformers needs for a type with media and that is not installed."""
+    if model_type in NEED_TORCHVISION and not is_torchvision_available():
+        return "torchvision"
+    if model_type in NEED_TIMM and not is_timm_available():
+        return "timm"
+    if model_type in NEED_TORCHAUDIO and not is_torchaudio_available():
+        return "torchaudio"
+    return None
 
 
 def load_general(folder: Path, **options: Any) -> LoadedModel:
@@ -199,9 +218,8 @@ def _reference_answer(model: Any, case: Case) -> Answer:
     return Answer(tokens, torch.cat(found.logits).float())
 
 
-def serve(
+def make_core(
     loaded: LoadedModel,
-    cases: Sequence[Case],
     *,
     budget: int,
     num_blocks: int = 256,
@@ -209,15 +227,9 @@ def serve(
     backend: AttentionBackend | None = None,
     info: ModelInfo | None = None,
     edit: PlanEdit = lambda plan: plan,
-    prompt_logprobs: Mapping[int, int] = MappingProxyType({}),
-    num_tokens: int | None = NUM_TOKENS,
     num_snapshots: int = 32,
-) -> Served:
-    """Answers of an `EngineCore` to all cases; one arrives every step: prefills and decodes mix.
-
-    `prompt_logprobs`: by case, how many of the likeliest it asks for beside its prompt's tokens.
-
-    `info` is what the scheduler believes of the model, `edit` changes plans on their way to the
+) -> tuple[EngineCore, CapturingRunner]:
+    """`info` is what the scheduler believes of the model, `edit` changes plans on their way to the
     runner: both are for taking a piece of handling away.
     """
     info = info or loaded.info
@@ -240,7 +252,23 @@ def serve(
         edit=edit,
         num_snapshots=num_snapshots,
     )
-    core = EngineCore(scheduler, runner)
+    return EngineCore(scheduler, runner), runner
+
+
+def serve(
+    loaded: LoadedModel,
+    cases: Sequence[Case],
+    *,
+    prompt_logprobs: Mapping[int, int] = MappingProxyType({}),
+    num_tokens: int | None = NUM_TOKENS,
+    **options: Any,
+) -> Served:
+    """Answers of an `EngineCore` to all cases; one arrives every step: prefills and decodes mix.
+
+    `prompt_logprobs`: by case, how many of the likeliest it asks for beside its prompt's tokens.
+    `options` are those of `make_core`.
+    """
+    core, runner = make_core(loaded, **options)
     tokens: dict[str, list[int]] = {str(i): [] for i in range(len(cases))}
     reasons: dict[str, str] = {}
     scored: dict[int, list[PromptLogprob]] = {}
@@ -261,6 +289,23 @@ def serve(
     core.check_integrity()
     answers = [Answer(tokens[str(i)], torch.stack(runner.captured[i])) for i in range(len(cases))]
     return Served(answers, core.stats(), scored, [reasons[str(i)] for i in range(len(cases))])
+
+
+def fork(loaded: LoadedModel, case: Case, samples: int, **options: Any) -> list[Answer]:
+    """Several greedy samples of one request. `options` are those of `make_core`."""
+    core, runner = make_core(loaded, **options)
+    tokens: list[list[int]] = [[] for _ in range(samples)]
+    request = _request(0, case, None, NUM_TOKENS)
+    sampling = msgspec.structs.replace(request.sampling, n=samples)
+    core.add(msgspec.structs.replace(request, sampling=sampling), case.items)
+    while core.has_work:
+        output = core.step()
+        for delta in output.deltas if output else ():
+            assert delta.error is None, delta.error
+            tokens[delta.index] += delta.token_ids
+    core.check_integrity()
+    logits = [torch.stack(runner.captured[seq_id]) for seq_id in sorted(runner.captured)]
+    return [Answer(*pair) for pair in zip(tokens, logits, strict=True)]
 
 
 def _request(

@@ -22,8 +22,14 @@ DELTA_NET = {
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 16,
 }
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16}
 OWN_SIZES: dict[str, dict[str, Any]] = {
     "dots1": {"n_shared_experts": 1, "n_routed_experts": 4},
+    "falcon_h1": {
+        **MAMBA,
+        "mamba_d_ssm": 128,
+        "num_hidden_layers": 2,
+    },
     "gemma3n_text": {**SHARED_LAYERS, **OWN_EMBEDDINGS, "laurel_rank": 8, "intermediate_size": 128},
     "gemma4_text": {**SHARED_LAYERS, **OWN_EMBEDDINGS, "global_head_dim": 32},
     "hunyuan_v1_dense": {"head_dim": 16},
@@ -35,7 +41,36 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
         "mamba_d_state": 16,
         "num_local_experts": 4,
     },
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": WINDOW},
+    "longcat_flash": {
+        "num_layers": 2,
+        "zero_expert_num": 2,
+        "expert_ffn_hidden_size": 32,
+        "moe_topk": 2,
+    },
+    "zamba2": {
+        "layers_block_type": ["linear_attention", "hybrid"] * 2,
+        "mamba_d_state": 16,
+        "n_mamba_heads": 8,
+        "mamba_headdim": 16,
+    },
+    "zaya": {"num_experts_per_tok": 1, "moe_intermediate_size": 32, "router_hidden_size": 32},
     "lfm2": {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
+    "bamba": {**MAMBA, "attn_layer_indices": [1, 3]},
+    "jamba": {
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "expert_layer_period": 2,
+        "mamba_dt_rank": 4,
+        "mamba_d_state": 8,
+        "num_experts": 4,
+        "use_mamba_kernels": False,
+    },
+    "lfm2_moe": {
+        "layer_types": ["conv", "full_attention", "conv", "full_attention"],
+        "num_dense_layers": 1,
+        "num_experts": 4,
+    },
     "ministral": {"head_dim": 16},
     "nemotron_h": {"ssm_state_size": 16, "mamba_num_heads": 8, "mamba_head_dim": 16},
     "qwen3_5_text": {**DELTA_NET},

@@ -764,6 +764,194 @@ def _step3p7(scale: Scale, ids: Mapping[str, int]) -> Json:
     }
 
 
+def _delta_net(scale: Scale) -> Json:
+    """Text sizes of Qwen3.5: gated delta nets, and attention in each second layer."""
+    layers = ["linear_attention", "full_attention"] * (scale.layers // 2)
+    rope = {**scale.mrope(), "mrope_interleaved": True, "partial_rotary_factor": 1.0}
+    return {
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "layer_types": layers,
+        "rope_parameters": rope,
+    }
+
+
+def _qwen3_5(scale: Scale, ids: Mapping[str, int]) -> Json:
+    return {
+        "vision_config": _grid_vision(
+            scale, temporal_patch_size=2, out_hidden_size=scale.hidden, num_position_embeddings=16
+        ),
+        "text_config": _text("qwen3_5_text", scale, ids, **_delta_net(scale)),
+        **_qwen_tokens(ids),
+    }
+
+
+def _qwen3_5_moe(scale: Scale, ids: Mapping[str, int]) -> Json:
+    experts = {
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 32,
+        "num_experts_per_tok": 2,
+        "num_experts": 4,
+    }
+    text = {**_delta_net(scale), **experts}
+    return {
+        **_qwen3_5(scale, ids),
+        "text_config": _text("qwen3_5_moe_text", scale, ids, **text),
+    }
+
+
+CONVOLUTIONS: Json = {"layer_types": ["conv", "full_attention"] * 2}
+
+
+def _lfm2_vl(scale: Scale, ids: Mapping[str, int]) -> Json:
+    vision = {"model_type": "siglip2_vision_model", "num_patches": 16, "patch_size": 14}
+    return {
+        "vision_config": _vision(scale, **vision),
+        "text_config": _text("lfm2", scale, ids, **CONVOLUTIONS),
+        "image_token_id": ids["<image>"],
+        "projector_hidden_size": 64,
+    }
+
+
+def _lfm3_vl(scale: Scale, ids: Mapping[str, int]) -> Json:
+    vision = {"num_key_value_heads": 1, "patch_size": 14, "temporal_patch_size": 2}
+    layers = ["conv", "full_attention", "conv", "sliding_attention"]
+    return {
+        "vision_config": _vision(scale, **vision, layer_types=["conv", "full_attention"]),
+        "text_config": _text("lfm3", scale, ids, layer_types=layers, sliding_window=12),
+        "projector_hidden_size": 64,
+        **_qwen_tokens(ids),
+    }
+
+
+def _minicpmv4_6(scale: Scale, ids: Mapping[str, int]) -> Json:
+    vision = {"image_size": 56, "patch_size": 14}
+    return {
+        "vision_config": _vision(scale, **vision),
+        "text_config": _text(
+            "qwen3_5_text", scale, ids, **{**_delta_net(scale), "rope_parameters": None}
+        ),
+        "insert_layer_id": 0,
+        "image_size": 56,
+        "image_token_id": ids["<|image_pad|>"],
+        "video_token_id": ids["<|video_pad|>"],
+    }
+
+
+def _minicpm_ocr(scale: Scale, ids: Mapping[str, int]) -> Json:
+    parts = _minicpmv4_6(scale, ids)
+    del parts["image_size"]
+    return parts
+
+
+def _nemotron_h_omni(scale: Scale, ids: Mapping[str, int]) -> Json:
+    layers = ["linear_attention", "full_attention", "moe", "full_attention"]
+    text = {
+        "layers_block_type": layers,
+        "ssm_state_size": 16,
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 16,
+        "n_routed_experts": 4,
+        "moe_intermediate_size": 32,
+        "moe_shared_expert_intermediate_size": 32,
+        "num_experts_per_tok": 2,
+    }
+    return {
+        "vision_config": {
+            "model_type": "radio",
+            "hidden_size": scale.vision_hidden,
+            "num_hidden_layers": scale.vision_layers,
+            "num_attention_heads": 2,
+            "patch_size": 14,
+            "image_size": 56,
+            "max_img_size": 112,
+            "video_temporal_patch_size": 2,
+        },
+        "text_config": _text("nemotron_h", scale, ids, **text),
+        "audio_config": _hearing(
+            num_mel_bins=80,
+            subsampling_conv_channels=8,
+            projection_hidden_size=64,
+            projection_bias=False,
+        ),
+        "vision_hidden_size": scale.vision_hidden,
+        "projector_hidden_size": 64,
+        "image_token_id": ids["<image>"],
+        "video_token_id": ids["<video>"],
+        "audio_token_id": ids["<so_embedding>"],
+    }
+
+
+def _nemotron_h_omni_deaf(scale: Scale, ids: Mapping[str, int]) -> Json:
+    return {**_nemotron_h_omni(scale, ids), "audio_config": None}
+
+
+def _nemotron_kind(parts: Parts) -> FolderKind:
+    return _kind(
+        "nemotron_h_omni",
+        parts,
+        image="<image>",
+        audio="<so_embedding>",
+        specials=("<video>", "<img>", "</img>", "<so_start>", "<so_end>"),
+        preprocessor={
+            **_pixels(
+                "NemotronH_Omni_Reasoning_V3",
+                do_resize=False,
+                patch_size=14,
+                min_num_patches=8,
+                max_num_patches=32,
+            ),
+            "feature_extractor_type": "ParakeetFeatureExtractor",
+        },
+        processor="NemotronH_Omni_Reasoning_V3",
+    )
+
+
+def _gemma3n(scale: Scale, ids: Mapping[str, int]) -> Json:
+    """The vocabularies of pictures and sounds lie behind that of the text."""
+    layers = ["sliding_attention", "full_attention"] * (scale.layers // 2)
+    text = {
+        "layer_types": layers,
+        "num_kv_shared_layers": 2,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": scale.vocab,
+        "vocab_size": scale.vocab + len(GEMMA3N_TOKENS),
+        "laurel_rank": 8,
+        "sliding_window": 96,
+        "activation_sparsity_pattern": [0.0] * scale.layers,
+        "tie_word_embeddings": True,
+    }
+    return {
+        "vision_config": {
+            "architecture": "mobilenetv5_300m_enc",
+            "model_args": {"channel_multiplier": 0.0625, "stem_size": 16},
+            "hidden_size": 2048,
+            "vocab_size": 3,
+            "vocab_offset": scale.vocab,
+        },
+        "text_config": _text("gemma3n_text", scale, ids, **text),
+        "audio_config": {
+            "hidden_size": 32,
+            "vocab_size": 3,
+            "vocab_offset": scale.vocab + 3,
+            "conf_num_attention_heads": 2,
+            "conf_num_hidden_layers": 1,
+            "sscp_conv_channel_size": [16, 8],
+        },
+        "vision_soft_tokens_per_image": 256,
+        "audio_soft_tokens_per_image": 20,
+        "boi_token_id": ids["<start_of_image>"],
+        "eoi_token_id": ids["<end_of_image>"],
+        "image_token_id": ids["<image_soft_token>"],
+        "boa_token_id": ids["<start_of_audio>"],
+        "eoa_token_id": ids["<end_of_audio>"],
+        "audio_token_id": ids["<audio_soft_token>"],
+        "tie_word_embeddings": True,
+    }
+
+
 def _gemma4_text(model_type: str, scale: Scale, ids: Mapping[str, int], **over: Any) -> Json:
     """Full layers have wider heads."""
     layers = ["sliding_attention", "full_attention"] * (scale.layers // 2)
@@ -929,6 +1117,24 @@ LLAVA_NEXT = _pixels(
 )  # fmt: skip
 WHISPER: Json = {**SOUND, "feature_size": 128, "chunk_length": 30, "nb_max_frames": 3000}
 QWEN_VISION = ("<|vision_start|>", "<|vision_end|>", "<|video_pad|>")
+GEMMA3N_TOKENS = {
+    "image_token": "<image_soft_token>",
+    "boi_token": "<start_of_image>",
+    "eoi_token": "<end_of_image>",
+    "audio_token": "<audio_soft_token>",
+    "boa_token": "<start_of_audio>",
+    "eoa_token": "<end_of_audio>",
+}
+"""Roles of tokens that lie behind the vocabulary of the text."""
+MINICPM_MARKS = {
+    "image_start_token": "<image>",
+    "image_end_token": "</image>",
+    "slice_start_token": "<slice>",
+    "slice_end_token": "</slice>",
+    "image_id_start_token": "<image_id>",
+    "image_id_end_token": "</image_id>",
+}
+"""Roles of the tokens around pictures and their slices."""
 GLM_VISION = (
     *("<|video|>", "<|begin_of_image|>", "<|end_of_image|>"),
     *("<|begin_of_video|>", "<|end_of_video|>"),
@@ -1328,6 +1534,93 @@ MEDIA_KINDS: dict[str, FolderKind] = {
         patch_size=32,
         vision_feature_select_strategy="full",
     ),
+    "lfm2_vl": _kind(
+        "lfm2_vl",
+        _lfm2_vl,
+        image="<image>",
+        specials=(
+            *("<|image_start|>", "<|image_end|>", "<|img_thumbnail|>"),
+            *(f"<|img_row_{row}_col_{col}|>" for row in (1, 2) for col in (1, 2)),
+        ),
+        preprocessor=_pixels(
+            "Lfm2Vl",
+            encoder_patch_size=14,
+            tile_size=56,
+            min_image_tokens=2,
+            max_image_tokens=6,
+            max_tiles=4,
+        ),
+        processor="Lfm2Vl",
+    ),
+    "lfm3_vl": _kind(
+        "lfm3_vl",
+        _lfm3_vl,
+        image="<|image_pad|>",
+        specials=QWEN_VISION,
+        preprocessor=_grid_pixels("Qwen2VL"),
+        processor="Lfm3Vl",
+    ),
+    "qwen3_5": _kind(
+        "qwen3_5",
+        _qwen3_5,
+        image="<|image_pad|>",
+        specials=QWEN_VISION,
+        preprocessor=_grid_pixels("Qwen2VL"),
+        processor="Qwen3VL",
+    ),
+    "qwen3_5_moe": _kind(
+        "qwen3_5_moe",
+        _qwen3_5_moe,
+        image="<|image_pad|>",
+        specials=QWEN_VISION,
+        preprocessor=_grid_pixels("Qwen2VL"),
+        processor="Qwen3VL",
+    ),
+    "minicpmv4_6": _kind(
+        "minicpmv4_6",
+        _minicpmv4_6,
+        image="<|image_pad|>",
+        specials=("<|video_pad|>", *MINICPM_MARKS.values()),
+        roles={
+            "image_token": "<|image_pad|>",
+            "video_token": "<|video_pad|>",
+            **MINICPM_MARKS,
+        },
+        preprocessor=_pixels("MiniCPMV4_6", max_slice_nums=4, scale_resolution=56, patch_size=14),
+        processor="MiniCPMV4_6",
+    ),
+    "minicpm_ocr": _kind(
+        "minicpm_ocr",
+        _minicpm_ocr,
+        image="<|image_pad|>",
+        specials=("<|video_pad|>", *MINICPM_MARKS.values()),
+        roles={
+            "image_token": "<|image_pad|>",
+            "video_token": "<|video_pad|>",
+            **MINICPM_MARKS,
+        },
+        preprocessor=_pixels("MiniCPMOcr", max_slice_nums=4, scale_resolution=56, patch_size=14),
+        processor="MiniCPMOcr",
+    ),
+    "nemotron_h_omni": _nemotron_kind(_nemotron_h_omni),
+    "gemma3n": FolderKind(
+        specials=CHATML,
+        last_specials=tuple(GEMMA3N_TOKENS.values()),
+        roles={**QWEN_ROLES, **GEMMA3N_TOKENS},
+        template=TEMPLATE.replace("IMAGE", GEMMA3N_TOKENS["image_token"]).replace(
+            "AUDIO", GEMMA3N_TOKENS["audio_token"]
+        ),
+        config=lambda scale, ids: _config("gemma3n", _gemma3n(scale, ids)),
+        preprocessor=lambda _: {
+            **_pixels("Siglip", size=_square(64), do_normalize=False),
+            "feature_extractor_type": "Gemma3nAudioFeatureExtractor",
+        },
+        processor={
+            "processor_class": "Gemma3nProcessor",
+            "audio_seq_length": 20,
+            "image_seq_length": 256,
+        },
+    ),
     "gemma4": _gemma4_kind(_gemma4),
     "gemma4_unified": _kind(
         "gemma4_unified",
@@ -1483,5 +1776,8 @@ MEDIA_KINDS: dict[str, FolderKind] = {
     ),
 }
 """By `model_type`. Every size is tiny, and every picture takes several tiles."""
-VARIANTS: dict[str, FolderKind] = {"gemma4-large": _gemma4_kind(_gemma4_large)}
+VARIANTS: dict[str, FolderKind] = {
+    "gemma4-large": _gemma4_kind(_gemma4_large),
+    "nemotron_h_omni-deaf": _nemotron_kind(_nemotron_h_omni_deaf),
+}
 """Other sizes of these types, which differ in more than size."""

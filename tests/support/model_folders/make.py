@@ -95,10 +95,16 @@ def write_tokenizer(kind: FolderKind, target: Path, *, vocab_size: int) -> dict[
     tokenizer.train_from_iterator([CORPUS], trainer)
     if kind.adds_bos:
         _prepend_bos(tokenizer, kind.roles["bos_token"])
-    _write_json(target / "tokenizer.json", _filled(json.loads(tokenizer.to_str()), vocab_size))
+    written = _filled(json.loads(tokenizer.to_str()), vocab_size)
+    last = {text: vocab_size + index for index, text in enumerate(kind.last_specials)}
+    alike = written["added_tokens"][0]
+    written["added_tokens"] += [
+        {**alike, "id": index, "content": text} for text, index in last.items()
+    ]
+    _write_json(target / "tokenizer.json", written)
     _write_json(target / "tokenizer_config.json", _tokenizer_config(kind))
     (target / "chat_template.jinja").write_text(kind.template, encoding="utf-8")
-    ids = {text: index for index, text in enumerate(kind.specials)}
+    ids = {text: index for index, text in enumerate(kind.specials)} | last
     return ids | {f"{role}_id": ids[text] for role, text in kind.roles.items()}
 
 

@@ -214,7 +214,11 @@ def _general_processor(folder: Path, given: dict[str, Any]) -> Any:
         "video_processor": lambda: None,
     }
     parts = {name: made[name]() for name in base.get_attributes()}
-    return _without_video(base)(**parts, **given)
+    try:
+        return _without_video(base)(**parts, **given)
+    except AttributeError:  # it reads settings of the part for films
+        parts["video_processor"] = transformers.AutoVideoProcessor.from_pretrained(folder)
+        return base(**parts, **given)
 
 
 def _class(kind: str) -> Any:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from lookonce.errors import BadRequestError, LookOnceError, error_to_wire
 from lookonce.render.prompt.long_texts import LongTextThreads
+from lookonce.types.fair_queue import LoopTurns
 from lookonce.types.media import Expansion, Modality, feature_at
 from lookonce.types.model import ModelInfo
 from lookonce.types.request import (
@@ -88,6 +89,10 @@ class ByteRenderer:
         self.gate = asyncio.Event()
         self.gate.set()
         self.turns = LongTextThreads()
+        self.loop_turns = LoopTurns()
+
+    async def loop_turn(self, tenant: str, nbytes: int) -> None:
+        await self.loop_turns.turn(tenant, nbytes)
 
     async def in_turn_if(self, large: bool, tenant: str, work: Callable[[], T]) -> T:
         return await self.turns.run(work, tenant, 1) if large else work()

@@ -233,7 +233,7 @@ class ResponseWriter:
         if isinstance(delta.id, str) and isinstance(function.name, str):
             yield from self._close("completed")
             self._open = ResponseFunctionToolCall(
-                id=_id("fc"), call_id=delta.id, name=function.name
+                id=new_id("fc"), call_id=delta.id, name=function.name
             )
             yield self._add_item(self._open)
         if function.arguments and isinstance(self._open, ResponseFunctionToolCall):
@@ -269,7 +269,7 @@ class ResponseWriter:
         return len(self.response.output) - 1
 
     def _open_message(self) -> Iterator[ResponseStreamEvent]:
-        message = self._open = ResponseOutputMessage(id=_id("msg"))
+        message = self._open = ResponseOutputMessage(id=new_id("msg"))
         yield self._add_item(message)
         message.content = [ResponseOutputText()]
         yield self._part_event("response.content_part.added", message)
@@ -325,5 +325,6 @@ class ResponseWriter:
         return event
 
 
-def _id(prefix: str) -> str:
+def new_id(prefix: str) -> str:
+    """A random id as OpenAI's: `resp_5b1e…`."""
     return f"{prefix}_{secrets.token_hex(16)}"

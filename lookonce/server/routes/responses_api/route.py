@@ -45,6 +45,7 @@ from lookonce.server.routes.responses_api.events import (
     ResponseTextConfig,
     ResponseUsage,
     ResponseWriter,
+    new_id,
 )
 from lookonce.server.routes.responses_api.input import (
     LOGPROBS,
@@ -59,7 +60,6 @@ from lookonce.server.routes.responses_api.input import (
 )
 from lookonce.server.routes.responses_api.stored import (
     StoredTurn,
-    new_id,
     turn_of,
     with_references,
 )

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import logging
-import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,10 +14,10 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from lookonce.errors import BadRequestError, LookOnceError, NotFoundError
+from lookonce.errors import BadRequestError, LookOnceError, NotFoundError, QueueFullError
 from lookonce.server.http.responses import json_response
 from lookonce.server.response_store import Origin, ResponseDatabase, ResponseStore
-from lookonce.server.routes.responses_api.events import ResponseObject
+from lookonce.server.routes.responses_api.events import ResponseObject, new_id
 from lookonce.server.routes.responses_api.input import Json, ResponsesRequest
 from lookonce.server.services import Principal, Services
 
@@ -45,10 +44,6 @@ class DeletedObject(msgspec.Struct, kw_only=True):
     id: str
     object: str
     deleted: bool = True
-
-
-def new_id(prefix: str) -> str:
-    return f"{prefix}_{secrets.token_hex(16)}"
 
 
 # --- a request that is stored or continues what is stored -----------------------------------------
@@ -80,7 +75,8 @@ class StoredTurn:
 
     async def begin(self, response_id: str, given: str | list[Json]) -> list[Json]:
         """The items that the request continues; those of the request are stored. Raises
-        `NotFoundError`, and `TooLargeError` where they had to be stored in a conversation."""
+        `NotFoundError`, `QueueFullError`, and `TooLargeError` where they had to be stored in a
+        conversation."""
         if self.store is None or not (self.keep or self.adds_to_conversation):
             return await self.context()
         items = stored_items(given)
@@ -91,7 +87,7 @@ class StoredTurn:
             )
         except LookOnceError as error:
             self._begun = None
-            if self.origin is not None:
+            if self.origin is not None or isinstance(error, QueueFullError):
                 raise
             # It is too large, or the file cannot be used.
             logger.warning("a response is not stored: %s", error.message)
@@ -128,7 +124,7 @@ class StoredTurn:
     def end(self) -> None:
         """Forget what was stored of a request that was not answered."""
         if self.store is not None and self._begun is not None and not self._finished:
-            self.store.later(ResponseDatabase.discard, self.tenant, self._begun)
+            self.store.discard_later(self.tenant, self._begun)
 
 
 def turn_of(services: Services, principal: Principal, body: ResponsesRequest) -> StoredTurn:

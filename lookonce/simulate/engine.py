@@ -1,0 +1,516 @@
+"""One server on a virtual clock: the real scheduler, caches and connector, and no model.
+
+    arrival ─▶ API process ─▶ media workers ─▶ scheduler ─▶ steps ─▶ first token, end
+               request        directory        plan         Prices   update
+
+The API process does one thing at a time, and media workers one item each. A step takes what the
+price list says of its plan. Where the scheduler says that steps only decode (`core.decode_runs`),
+as many as nothing interrupts are one event.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from lookonce.cache.directory import Directory
+from lookonce.config import SchedulerConfig
+from lookonce.core.block_pool import BlockPool
+from lookonce.core.encoder_cache import EncoderCache
+from lookonce.core.request import Sequence as SchedulerSequence
+from lookonce.core.scheduler import Scheduler
+from lookonce.core.scheduler_state import SchedulerOutput, SchedulerState
+from lookonce.engine.process.cache_events import LOAD_SECONDS, Load, StepEvents
+from lookonce.errors import RequestError
+from lookonce.kv.connector import KVConnector
+from lookonce.simulate.prices import Prices
+from lookonce.simulate.tiers import (
+    SimulatedChain,
+    SimulatedOutputs,
+    SimulatedPages,
+    SimulatedTier,
+    SimulatedTransfers,
+    own_tiers,
+)
+from lookonce.simulate.trace import TraceRequest, token_ids
+from lookonce.types.kv import KVLoadPolicy, OutputLayout, TierSpec
+from lookonce.types.media import ITEM_OVERHEAD, Array, Expansion, MediaFeature, ProcessedItem
+from lookonce.types.model import ModelInfo
+from lookonce.types.request import GenerateRequest
+from lookonce.types.sampling import SamplingParams
+from lookonce.types.step import StepPlan, StepResult
+
+if TYPE_CHECKING:
+    from lookonce.kv.chain import TierChain
+    from lookonce.types.ports import KVPageCopier
+
+VOCABULARY = 1 << 31
+PLACEHOLDER = 0
+LEAST_RUN = 2
+"""Steps that are worth a run."""
+MAX_SHARE = 0.9
+"""Of the API process's time that streaming takes, as far as it delays requests."""
+SCOPE = bytes(32)
+
+
+class VirtualClock:
+    """Events in order of their time, then of their making. Calling it gives the time, seconds."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.num_events = 0
+        self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+
+    def __call__(self) -> float:
+        return self.now
+
+    def at(self, moment: float, call: Callable[..., None], *arguments: Any) -> None:
+        """Call at `moment`, or now where that has passed."""
+        self.num_events += 1
+        heapq.heappush(self._events, (max(moment, self.now), self.num_events, call, arguments))
+
+    def after(self, seconds: float, call: Callable[..., None], *arguments: Any) -> None:
+        self.at(self.now + seconds, call, *arguments)
+
+    def run(self) -> None:
+        """Until no event is left."""
+        events = self._events
+        while events:
+            self.now, _, call, arguments = heapq.heappop(events)
+            call(*arguments)
+
+
+class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """How one server is configured; as `lookonce serve` names it."""
+
+    kv_cache_bytes: int = 1 << 30
+    encoder_cache_bytes: int = 1 << 29
+    encoder_cache_host_bytes: int = 0
+    processor_cache_bytes: int = 4 << 30
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048
+    max_queue: int = 1024
+    prefix_caching: bool = True
+    kv_tiers: tuple[TierSpec, ...] = ()
+    kv_load: KVLoadPolicy = "auto"
+    encoder_tiers: tuple[TierSpec, ...] = ()
+    every_step: bool = False
+    """No runs: each step is an event."""
+
+
+@dataclass(slots=True)
+class Served:
+    """One request on its way; times are of the virtual clock."""
+
+    request: TraceRequest
+    number: int
+    arrival: float
+    route: Any = None
+    engine: SimulatedEngine | None = None
+    first_token: float = -1.0
+    ended: float = -1.0
+    cached_tokens: int = 0
+    external_tokens: int = 0
+    encoder_runs: int = 0
+    processed: int = 0
+    failed: str = ""
+    tokens: NDArray[np.int32] | None = None
+    waits_for: int = 0
+    """Media items that are being processed for it."""
+
+
+@dataclass(slots=True)
+class _Run:
+    """Steps that only decode, under way."""
+
+    began: float
+    num_steps: int
+    num_rows: int
+    context: int
+
+
+@dataclass(slots=True)
+class EngineTotals:
+    """What one engine did."""
+
+    steps: int = 0
+    busy: float = 0.0
+    """Seconds of steps."""
+    processed: int = 0
+    media: int = 0
+
+
+class SimulatedEngine:
+    """One server. `on_first`, `on_end` are called with each request; `publish` gets the changes of
+    its caches, as `--events` would, where anyone follows them."""
+
+    def __init__(
+        self,
+        name: str,
+        spec: EngineSpec,
+        prices: Prices,
+        clock: VirtualClock,
+        *,
+        on_first: Callable[[Served], None],
+        on_end: Callable[[Served], None],
+        publish: Callable[[SimulatedEngine, str, list[Any]], None] | None = None,
+        shared_tiers: Sequence[SimulatedTier] = (),
+        shared_outputs: Sequence[SimulatedTier] = (),
+    ) -> None:
+        """`shared_tiers`, `shared_outputs`: those that other engines have, too."""
+        self.name = name
+        self.spec = spec
+        self.prices = prices
+        self.clock = clock
+        self._on_first, self._on_end = on_first, on_end
+        self.num_requests = 0
+        """Sent here and not ended."""
+        block_bytes = prices.kv_token_bytes * prices.block_size
+        num_blocks = max(1, spec.kv_cache_bytes // block_bytes)
+        self.info = ModelInfo(
+            name="simulated",
+            model_type="simulated",
+            vocab_size=VOCABULARY,
+            max_model_len=prices.max_model_len,
+            eos_token_ids=(),
+            modalities=("image", "audio", "video"),
+            dtype="float32",
+            encoder_row_bytes=prices.encoder_row_bytes,
+        )
+        self._state = SchedulerState(
+            BlockPool(num_blocks, prices.block_size),
+            EncoderCache(
+                spec.encoder_cache_bytes, prices.encoder_row_bytes, spec.encoder_cache_host_bytes
+            ),
+            prefix_caching=spec.prefix_caching,
+            clock=clock,
+        )
+        self.connector: KVConnector | None = None
+        if spec.kv_tiers:
+            self.connector = self._open_connector(block_bytes, shared_tiers)
+        self.scheduler = Scheduler(
+            self._state,
+            self.info,
+            SchedulerConfig(
+                max_num_seqs=spec.max_num_seqs,
+                max_num_batched_tokens=spec.max_num_batched_tokens,
+                max_encoder_tokens=spec.max_num_batched_tokens,
+                max_queue=spec.max_queue,
+            ),
+            self.connector,
+            external_outputs=self._open_outputs(shared_outputs),
+        )
+        self.directory = Directory(spec.processor_cache_bytes)
+        self.totals = EngineTotals()
+        self.load = Load()
+        self._events: StepEvents | None = None
+        self._next_load = 0.0
+        """When the load is told next, if there is anything to tell."""
+        if publish is not None:
+            self._events = StepEvents(
+                lambda topic, changes: publish(self, topic, changes),
+                "kv-events",
+                self.scheduler.take_output_changes,
+                self.load,
+            )
+            self.scheduler.watch(self._events)
+        self._served: dict[str, Served] = {}
+        self._api_free = 0.0
+        self._workers = [0.0] * prices.media_workers
+        self._making: dict[bytes, float] = {}
+        """Key of an item that is being processed → when it is done."""
+        self._busy = False
+        self._run: _Run | None = None
+        self._version = 0
+        """Of the end of the step, or of the steps, under way."""
+        self._step: tuple[StepPlan, float] | None = None
+
+    def _open_connector(self, block_bytes: int, shared: Sequence[SimulatedTier]) -> KVConnector:
+        own = own_tiers(self.spec.kv_tiers, block_bytes, self.prices, self.clock)
+        chain = SimulatedChain([*own, *shared])
+
+        def transfers(
+            chain: SimulatedChain, pages: SimulatedPages, tell: Callable[..., None]
+        ) -> Any:
+            return SimulatedTransfers(
+                chain,
+                pages,
+                tell,
+                at=self.clock.after,
+                clock=self.clock,
+                block_bytes=block_bytes,
+            )
+
+        return KVConnector(
+            cast("TierChain", chain),
+            cast("KVPageCopier", SimulatedPages(self.prices.block_size, block_bytes)),
+            policy=self.spec.kv_load,
+            wake=self.wake,
+            transfers=transfers,
+        )
+
+    def _open_outputs(self, shared: Sequence[SimulatedTier]) -> SimulatedOutputs | None:
+        if not self.spec.encoder_tiers:
+            return None
+        layout = OutputLayout.of_rows(self.prices.encoder_row_bytes, "uint8")
+        own = own_tiers(self.spec.encoder_tiers, layout.piece_bytes, self.prices, self.clock)
+        return SimulatedOutputs(
+            SimulatedChain([*own, *shared]),
+            layout,
+            at=self.clock.after,
+            clock=self.clock,
+            wake=self.wake,
+        )
+
+    # --- the API process ------------------------------------------------------------------------
+
+    def arrive(self, served: Served) -> None:
+        """A request's last byte has come."""
+        served.engine = self
+        self.num_requests += 1
+        request, prices, now = served.request, self.prices, self.clock.now
+        sent = sum(medium.num_bytes for medium in request.media)
+        seconds = prices.of_request(request.prompt_tokens, sent) / (1.0 - self._streaming_share())
+        self._api_free = max(now, self._api_free) + seconds
+        self.clock.at(self._api_free, self._resolve, served)
+
+    def _streaming_share(self) -> float:
+        """Of the API process's time that goes into tokens of the steps under way."""
+        rows = len(self._state.queues.decoding)
+        if not rows or not self._busy:
+            return 0.0
+        step = self.prices.step + self.prices.decode_row * rows
+        return min(MAX_SHARE, rows * self.prices.stream_token / step)
+
+    def _resolve(self, served: Served) -> None:
+        """Find its media, or have them processed."""
+        now, ready = self.clock.now, self.clock.now
+        pinned: list[bytes] = []
+        for medium in served.request.media:
+            self.totals.media += 1
+            key = medium.key
+            if self.directory.lookup(key) is not None:
+                pinned.append(key)
+                self.directory.count("hit")
+                continue
+            done = self._making.get(key)
+            if done is None:
+                seconds = self.prices.of_processing(medium.pixels, medium.length)
+                done = max(now, self._workers[0]) + seconds
+                heapq.heapreplace(self._workers, done)
+                self._making[key] = done
+                self.clock.at(done, self._made, key, medium.length)
+                served.processed += 1
+                self.totals.processed += 1
+                self.directory.count("miss")
+            else:
+                self.directory.count("hit")
+            ready = max(ready, done)
+        if ready > now:
+            self.clock.at(ready, self._submit, served, pinned)
+        else:
+            self._submit(served, pinned)
+
+    def _made(self, key: bytes, length: int) -> None:
+        del self._making[key]
+        nbytes = ITEM_OVERHEAD + length * self.prices.item_token_bytes
+        if key not in self.directory:
+            self.directory.try_list(key, nbytes, _expansion(length))
+
+    # --- the engine -----------------------------------------------------------------------------
+
+    def _submit(self, served: Served, pinned: Sequence[bytes]) -> None:
+        request = served.request
+        for key in pinned:
+            self.directory.unpin(key)
+        served.tokens = token_ids(request)
+        prompt = served.tokens[: request.prompt_tokens]
+        features = tuple(
+            MediaFeature(m.key, m.modality, m.offset, m.length, m.length) for m in request.media
+        )
+        items = {m.key: ProcessedItem(m.modality, {}, _expansion(m.length)) for m in request.media}
+        request_id = f"0-{served.number}-{served.number}"
+        generate = GenerateRequest(
+            request_id=request_id,
+            scope=SCOPE,
+            prompt=Array("int32", prompt.shape, prompt.data),
+            features=features,
+            sampling=SamplingParams(
+                temperature=0.0, max_tokens=request.output_tokens, ignore_eos=True
+            ),
+            arrival=served.arrival,
+            tenant=request.tenant,
+        )
+        if self._run is not None:
+            self._interrupt()
+        self._served[request_id] = served
+        try:
+            self.scheduler.add(generate, items)
+        except RequestError as error:
+            del self._served[request_id]
+            self._end(served, error.message)
+            return
+        self.wake()
+
+    def wake(self) -> None:
+        """There may be something for the next step."""
+        if self._run is not None:
+            self._interrupt()
+        elif not self._busy:
+            self._busy = True
+            self._begin()
+
+    def _begin(self) -> None:
+        """Begin the next step, or the next steps; idle where there is none."""
+        if not self.spec.every_step:
+            num_steps = self.scheduler.decode_runs.longest()
+            if num_steps >= LEAST_RUN:
+                self._begin_run(num_steps)
+                return
+        plan = self.scheduler.plan()
+        if plan is None:
+            output = self.scheduler.take_output()
+            self._busy = False
+            if output:
+                self._take(output)
+            self._tell_load()
+            return
+        seconds = self.prices.of_step(plan) if plan.scheduled or plan.encode else 0.0
+        self._step = plan, seconds
+        self._version += 1
+        self.clock.after(seconds, self._end_step, self._version)
+
+    def _begin_run(self, num_steps: int) -> None:
+        decoding = self._state.queues.decoding
+        context = sum(s.num_computed for s in decoding) + len(decoding)
+        run = self._run = _Run(self.clock.now, num_steps, len(decoding), context)
+        if self._events is not None:  # the load is told meanwhile
+            until = self._next_load - run.began
+            run.num_steps = min(num_steps, self._steps_until(run, until))
+        self._version += 1
+        self.clock.at(run.began + self._seconds(run, run.num_steps), self._end_step, self._version)
+
+    def _seconds(self, run: _Run, num_steps: int) -> float:
+        return self.prices.of_decodes(run.num_rows, run.context, num_steps)
+
+    def _steps_until(self, run: _Run, seconds: float) -> int:
+        """The fewest steps of the run, at least one, that take so long."""
+        least, most = 1, run.num_steps
+        while least < most:
+            middle = (least + most) // 2
+            if self._seconds(run, middle) >= seconds:
+                most = middle
+            else:
+                least = middle + 1
+        return least
+
+    def _interrupt(self) -> None:
+        """Let the run end with the step under way."""
+        run = self._run
+        assert run is not None
+        num_steps = self._steps_until(run, self.clock.now - run.began)
+        if num_steps < run.num_steps:
+            run.num_steps = num_steps
+            self._version += 1
+            self.clock.at(run.began + self._seconds(run, num_steps), self._end_step, self._version)
+
+    def _end_step(self, version: int) -> None:
+        if version != self._version:
+            return
+        if self._run is not None:
+            self._end_run(self._run)
+        else:
+            assert self._step is not None
+            plan, seconds = self._step
+            self._step = None
+            result = self._result(plan)
+            self.totals.steps += bool(plan.scheduled or plan.encode)
+            self.totals.busy += seconds
+            self.load.note_step(plan, result, seconds)
+            if self.connector is not None and plan.num_tokens >= 64:
+                self.connector.observe_prefill(plan.num_tokens, seconds)
+            self._take(self.scheduler.update_from_output(plan, result))
+        self._tell_load()
+        self._begin()
+
+    def _end_run(self, run: _Run) -> None:
+        self._run = None
+        seconds = self._seconds(run, run.num_steps)
+        self.scheduler.decode_runs.advance(run.num_steps, self._next_tokens)
+        self.totals.steps += run.num_steps
+        self.totals.busy += seconds
+        self.load.decoded_tokens += run.num_steps * run.num_rows
+        self.load.decode_seconds += seconds
+
+    def _next_tokens(self, sequence: SchedulerSequence, count: int) -> NDArray[np.int32]:
+        tokens = self._served[sequence.request.request_id].tokens
+        assert tokens is not None
+        at = len(sequence.tokens)
+        return tokens[at : at + count]
+
+    def _result(self, plan: StepPlan) -> StepResult:
+        """What the model would have given: the tokens that the trace has."""
+        sequences = self._state.queues.sequences
+        sampled = []
+        for entry in plan.scheduled:
+            if entry.sample:
+                sequence = sequences.get(entry.seq_id)
+                token = PLACEHOLDER
+                if sequence is not None:
+                    token = int(self._next_tokens(sequence, 1)[0])
+                sampled.append(token)
+        seconds: dict[bytes, float] = {}
+        if plan.encode:
+            shared = self.prices.encode_step / len(plan.encode)
+            for item in plan.encode:
+                seconds[item.key] = shared + self.prices.of_encoding(item.item.expansion.num_embeds)
+        return StepResult(token_ids=tuple(sampled), encode_seconds=seconds)
+
+    def _take(self, output: SchedulerOutput) -> None:
+        """What has come out of a step reaches the clients through the API process."""
+        for delta in output.deltas:
+            stats = delta.reuse_stats
+            if stats is not None:
+                served = self._served[delta.request_id]
+                served.first_token = self.clock.now + self.prices.first_token
+                served.cached_tokens = stats.prefix_cached_tokens + stats.external_cached_tokens
+                served.external_tokens = stats.external_cached_tokens
+                served.encoder_runs = sum(outcome == "miss" for outcome in stats.encoder)
+                self._on_first(served)
+            if delta.finish_reason is not None:
+                served = self._served.pop(delta.request_id)
+                self._api_free = max(self._api_free, self.clock.now) + self.prices.end
+                self._end(served, "" if delta.error is None else str(delta.error))
+
+    def _end(self, served: Served, failed: str) -> None:
+        served.ended = self.clock.now + self.prices.first_token
+        served.failed = failed
+        served.tokens = None
+        self.num_requests -= 1
+        self._on_end(served)
+
+    def _tell_load(self) -> None:
+        if self._events is not None:
+            scheduler, now = self.scheduler, self.clock.now
+            if now >= self._next_load:
+                self._next_load = now + LOAD_SECONDS
+            self._events.tell_load(now, scheduler.num_running, scheduler.num_waiting)
+            self._events.flush()
+
+    def check_integrity(self) -> None:
+        """Raise where the caches disagree, or something is left of requests that have ended."""
+        self.scheduler.check_integrity()
+        self.directory.check_integrity()
+        if not self._busy and not self._served:
+            assert self.num_requests == 0
+            assert self._state.block_pool.num_free == self._state.block_pool.num_blocks
+
+
+def _expansion(length: int) -> Expansion:
+    return Expansion(((PLACEHOLDER, length),), PLACEHOLDER)

@@ -1,0 +1,169 @@
+"""What things take: the seconds that stand in for the model, its machine and the API process.
+
+`lookonce bench prices` measures them and writes them as JSON. A step takes
+
+    step
+    + each sequence that decodes:   decode_row + decode_context x tokens before it
+    + each chunk of a prompt:       prompt_row + prompt_token x tokens + prompt_pair x pairs
+    + where the encoder runs:       encode_step + encode_item x items + encode_token x tokens
+
+A pair is a token of the chunk and one that it attends to.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from lookonce.errors import ConfigError
+from lookonce.types.step import StepPlan
+
+NANO_PRICES = Path(__file__).with_name("nano.json")
+"""Measured on the machine that the file names."""
+
+
+class TierPrices(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Of one kind of tier: seconds of an operation, and of each byte."""
+
+    operation: float = 1e-4
+    byte: float = 2e-10
+
+
+class Prices(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Seconds, and the sizes that caches are counted in."""
+
+    measured_on: str = ""
+    # A step.
+    step: float = 1e-3
+    decode_row: float = 1e-4
+    decode_context: float = 0.0
+    prompt_row: float = 0.0
+    prompt_token: float = 1e-4
+    prompt_pair: float = 0.0
+    encode_step: float = 0.0
+    encode_item: float = 5e-3
+    encode_token: float = 0.0
+    # The API process and its media workers.
+    request: float = 2e-3
+    """From the request's last byte to the engine, without media, of the API process's time."""
+    request_token: float = 0.0
+    """Of each token of the prompt: tokenizing."""
+    request_byte: float = 0.0
+    """Of each byte of encoded media: base64 and digest."""
+    first_token: float = 1e-3
+    """From the end of a step to the client."""
+    stream_token: float = 3e-5
+    """Of the API process's time, for each token that it streams."""
+    end: float = 0.0
+    """Of the API process's time, when an answer ends."""
+    process_item: float = 5e-3
+    """A media worker's time for an item that is not known."""
+    process_pixel: float = 0.0
+    process_token: float = 0.0
+    media_workers: int = 2
+    route: float = 0.0
+    """In a fleet: from the front-end to the engine's server."""
+    # External tiers.
+    host: TierPrices = TierPrices()
+    disk: TierPrices = TierPrices(operation=5e-4, byte=1e-9)
+    valkey: TierPrices = TierPrices(operation=1e-3, byte=1e-9)
+    # Sizes.
+    kv_token_bytes: int = 1024
+    encoder_row_bytes: int = 1024
+    item_token_bytes: int = 4096
+    """Of a processed media item, for each of its tokens."""
+    block_size: int = 16
+    max_model_len: int = 1 << 20
+
+    def of_step(self, plan: StepPlan) -> float:
+        """Seconds of a step, encoder runs included."""
+        seconds = self.step
+        for entry in plan.scheduled:
+            count = entry.num_tokens
+            if count == 1 and entry.sample:
+                seconds += self.decode_row + self.decode_context * (entry.start + 1)
+            else:
+                pairs = count * (entry.start + (count + 1) / 2)
+                seconds += self.prompt_row + self.prompt_token * count + self.prompt_pair * pairs
+        if plan.encode:
+            seconds += self.encode_step + sum(
+                self.of_encoding(e.item.expansion.num_embeds) for e in plan.encode
+            )
+        return seconds
+
+    def of_encoding(self, num_tokens: int) -> float:
+        """Seconds of one item in an encoder run, without `encode_step`."""
+        return self.encode_item + self.encode_token * num_tokens
+
+    def of_decodes(self, num_rows: int, context: int, num_steps: int) -> float:
+        """Seconds of steps in a row that only decode. `context`: tokens that the rows have, each
+        with the one that it computes, in the first of them."""
+        each = self.step + self.decode_row * num_rows + self.decode_context * context
+        grown = self.decode_context * num_rows * (num_steps - 1) / 2
+        return num_steps * (each + grown)
+
+    def of_processing(self, pixels: int, num_tokens: int) -> float:
+        return self.process_item + self.process_pixel * pixels + self.process_token * num_tokens
+
+    def of_request(self, num_tokens: int, media_bytes: int) -> float:
+        return self.request + self.request_token * num_tokens + self.request_byte * media_bytes
+
+
+# --- measuring ----------------------------------------------------------------------------------
+
+STEP_PRICES = (
+    "step",
+    "decode_row",
+    "decode_context",
+    "prompt_row",
+    "prompt_token",
+    "prompt_pair",
+    "encode_step",
+    "encode_item",
+)
+"""What `of_step` multiplies with amounts."""
+
+
+def amounts_of(plan: StepPlan) -> tuple[float, ...]:
+    """What `Prices.of_step` multiplies prices with, in the order of `STEP_PRICES`."""
+    names = msgspec.structs.asdict(Prices())
+    nothing = msgspec.structs.replace(
+        Prices(), **{name: 0.0 for name in names if isinstance(names[name], float)}
+    )
+    return tuple(
+        msgspec.structs.replace(nothing, **{name: 1.0}).of_step(plan) for name in STEP_PRICES
+    )
+
+
+def fit(amounts: NDArray[np.float64], seconds: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Prices, none below 0, with the least sum of squared relative errors. Prices that would be
+    negative are 0, the most negative first."""
+    rows = amounts / seconds[:, None]
+    prices = np.zeros(amounts.shape[1])
+    used = [n for n in range(amounts.shape[1]) if amounts[:, n].any()]
+    while used:
+        found, *_ = np.linalg.lstsq(rows[:, used], np.ones(len(rows)), rcond=None)
+        if found.min() >= 0:
+            prices[used] = found
+            break
+        used.pop(int(found.argmin()))
+    return prices
+
+
+def read_prices(path: Path) -> Prices:
+    """Raises `ConfigError` naming the field at fault."""
+    try:
+        prices = msgspec.json.decode(path.read_bytes(), type=Prices)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+    except msgspec.MsgspecError as error:
+        raise ConfigError(f"{path} is no price list: {error}") from None
+    for name, value in msgspec.structs.asdict(prices).items():
+        if isinstance(value, (int, float)) and not 0 <= value < 1e12:
+            raise ConfigError(f"{path}: {name} is {value}")
+    if prices.step + prices.decode_row <= 0 or prices.block_size < 1 or prices.media_workers < 1:
+        raise ConfigError(f"{path}: a step takes time, and there is a block size and a worker")
+    return prices

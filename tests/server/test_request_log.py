@@ -1,0 +1,80 @@
+"""The request log: what it tells, and that it tells no content."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import stat
+from pathlib import Path
+
+import numpy as np
+
+from lookonce.config import RequestLogConfig
+from lookonce.server.request_log import RequestLog
+from lookonce.simulate.trace import read_trace, token_ids
+from lookonce.types.media import MediaFeature
+from lookonce.types.request import RenderedPrompt
+
+
+def log_at(folder: Path) -> RequestLog:
+    return RequestLog(RequestLogConfig(str(folder / "log"), secrets.token_hex(32)))
+
+
+def prompt(*tokens: int, scope: bytes = b"a", picture: bytes | None = None) -> RenderedPrompt:
+    features = () if picture is None else (MediaFeature(picture, "image", 2, 3, 3),)
+    return RenderedPrompt(list(tokens), features, scope=scope)
+
+
+def leading(one: bytes, other: bytes) -> int:
+    """Digests that two prompts share."""
+    first, second = np.frombuffer(one, "<u8"), np.frombuffer(other, "<u8")
+    same = first[: min(len(first), len(second))] == second[: min(len(first), len(second))]
+    return int(np.argmin(same)) if not same.all() else len(same)
+
+
+def test_digests_are_shared_as_far_as_prompts_of_one_scope_are(tmp_path: Path) -> None:
+    with log_at(tmp_path) as log:
+        known = log.blocks(prompt(*range(40)), [7, 8])
+        assert len(known) == 8 * 3
+        assert leading(known, log.blocks(prompt(*range(40), 7), [8])) == 3
+        assert leading(known, log.blocks(prompt(*range(40), 9), [])) == 2
+        assert leading(known, log.blocks(prompt(*range(40), scope=b"b"), [7, 8])) == 0
+        pictured = log.blocks(prompt(*range(40), picture=b"p" * 32), [7, 8])
+        assert leading(known, pictured) == 0
+        assert leading(pictured, log.blocks(prompt(*range(40), picture=b"p" * 32), [7, 8])) == 3
+    with log_at(tmp_path) as other:
+        assert leading(known, other.blocks(prompt(*range(40)), [7, 8])) == 0, "another secret"
+
+
+def test_each_request_is_a_line_that_the_simulation_reads(on_site, tmp_path):
+    path = tmp_path / "log"
+
+    async def scenario(site):
+        with RequestLog(site.services.config.server.request_log) as log:
+            site.services.request_log = log
+            assert (await site.chat("my secret words " * 9)).status_code == 200
+            assert (await site.chat("my secret words " * 9, max_tokens=3)).status_code == 200
+            assert (await site.chat("other", stream=True)).status_code == 200
+            refused = await site.chat("refused", temperature=-5)
+            assert refused.status_code == 400
+
+    on_site(scenario, request_log=str(path))
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    written = path.read_text()
+    assert "secret" not in written
+    lines = list(map(json.loads, written.splitlines()))
+    assert len(lines) == 3, "what is refused has no prompt"
+    assert all(0 < line["first_token"] <= line["seconds"] for line in lines)
+    first, second, third = read_trace(path)
+    assert first.prompt_tokens == second.prompt_tokens > third.prompt_tokens
+    assert second.output_tokens == 3
+    shared = token_ids(first)[: first.prompt_tokens // 16 * 16]
+    assert np.array_equal(shared, token_ids(second)[: len(shared)])
+
+
+def test_without_the_option_nothing_is_kept(on_site):
+    async def scenario(site):
+        assert site.services.config.server.request_log is None
+        assert (await site.chat("hello")).status_code == 200
+
+    on_site(scenario)
