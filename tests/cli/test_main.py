@@ -146,6 +146,16 @@ def test_a_mistake_is_one_line_and_status_2(monkeypatch, capsys, arguments, name
     assert named in refused(monkeypatch, capsys, *arguments)
 
 
+def test_kernels_that_cannot_be_had_are_refused_before_anything_loads(monkeypatch, capsys):
+    monkeypatch.setenv("LOOKONCE_CPU_KERNELS", "zz")
+    line = refused(monkeypatch, capsys, "serve")
+    assert "LOOKONCE_CPU_KERNELS must be one of" in line
+
+
+def test_python_m_lookonce_is_the_command_line():
+    assert import_module("lookonce.__main__").main is main
+
+
 def test_a_mistake_in_the_file_of_limits_ends_the_start(monkeypatch, capsys, tmp_path):
     limits = tmp_path / "limits.toml"
     limits.write_text("[default]\nweight = 'much'\n")
