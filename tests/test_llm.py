@@ -180,6 +180,37 @@ def test_one_bad_request_fails_its_call_alone(llm):
     assert llm.chat(ask("Say river."), GREEDY)[0].text == "river"
 
 
+def test_a_pillow_picture_is_a_part_of_a_message(llm):
+    """Written as PNG, so the same pixels are the same picture, however often they are drawn."""
+
+    def asked(picture):
+        part = {"type": "image_pil", "image_pil": picture}
+        text = {"type": "text", "text": "What is in the picture?"}
+        return llm.chat([{"role": "user", "content": [part, text]}], GREEDY)[0]
+
+    first, again = asked(RED_SQUARE), asked(RED_SQUARE.copy())
+    (encoded,) = llm.chat(ask(RED_SQUARE, "What is in the picture?"), GREEDY)
+    assert first.text == again.text == encoded.text
+    assert again.reuse_receipt.items[0].hash == first.reuse_receipt.items[0].hash
+    assert again.reuse_receipt.items[0].processor == "hit"
+    with pytest.raises(BadRequestError, match=r"messages\[0\].content\[0\].image_pil"):
+        asked("red.png")
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"mm_processor_cache_gb": "abc"}, "mm_processor_cache_gb must be a number, got 'abc'"),
+        ({"max_num_seqs": 2.5}, "max_num_seqs must be a whole number"),
+        ({"dtype": 3}, "dtype must be a text"),
+        ({"limit_mm_per_prompt": {"smell": 1}}, "limit-mm-per-prompt"),
+    ],
+)
+def test_a_wrong_option_is_named_before_anything_loads(options, told):
+    with pytest.raises(ConfigError, match=told):
+        LLM("nano", **options)
+
+
 @pytest.mark.parametrize(
     ("prompts", "told"),
     [
