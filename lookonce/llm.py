@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import io
 import os
 import threading
 import weakref
+from base64 import b64encode
 from collections.abc import (
     AsyncGenerator,
     AsyncIterator,
@@ -23,7 +25,7 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import AbstractContextManager, AsyncExitStack, aclosing, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from types import AsyncGeneratorType
@@ -32,13 +34,14 @@ from typing import Any, Self, TypeGuard, TypeVar, cast
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
+from PIL import Image
 
 from lookonce.cache.identity import media_hash
 from lookonce.config import NANO, Config, Options, SchedulerConfig, resolve
 from lookonce.engine.process_io import engine_settings
 from lookonce.engine.supervisor.engine_supervisor import EngineSupervisor, OnLoading
 from lookonce.engine.supervisor.socket_folder import socket_folder
-from lookonce.errors import BadRequestError, RequestFailedError, UnavailableError
+from lookonce.errors import BadRequestError, ConfigError, RequestFailedError, UnavailableError
 from lookonce.frontend.frontend import (
     Frontend,
     engine_client,
@@ -73,7 +76,7 @@ from lookonce.frontend.transcription import (
     TranscriptDone,
     TranscriptionOptions,
 )
-from lookonce.types.media import Modality
+from lookonce.types.media import MODALITIES, Modality
 from lookonce.types.pooling import PoolingInfo
 from lookonce.types.request import Overflow, PromptLogprob, RenderedPrompt, TokenLogprob
 from lookonce.types.sampling import SamplingParams
@@ -81,6 +84,12 @@ from lookonce.types.sampling import SamplingParams
 Message = dict[str, Any]
 DEFAULT_FALLBACK = Fallback()
 CANCEL_SECONDS = 5.0
+PNG_MODES = frozenset(("1", "L", "LA", "I;16", "P", "RGB", "RGBA"))
+OPTION_KINDS: dict[str, tuple[tuple[type, ...], str]] = {
+    "int": ((int,), "a whole number"),
+    "float": ((int, float), "a number"),
+    "str": ((str,), "a text"),
+}
 Prompt = str | Sequence[int]
 Render = Callable[[], Coroutine[Any, Any, RenderedPrompt]]
 T = TypeVar("T")
@@ -129,7 +138,8 @@ class LLM:
     def __init__(
         self, model: str = NANO, *, on_loading: OnLoading | None = None, **options: Any
     ) -> None:
-        config = _with_queue(with_local_model(resolve(Options(model=model, **options))))
+        given = Options(model=model, **_checked(options))
+        config = _with_queue(with_local_model(resolve(given)))
         # These limit all calls together, whatever thread they come from. Streams are not counted
         # as being answered, so that one that nobody reads does not block others.
         self._answering = asyncio.Semaphore(_max_prompts_answered(config.scheduler))
@@ -150,7 +160,8 @@ class LLM:
         *,
         cache_salt: str | None = None,
     ) -> list[RequestOutput]:
-        """Answers to one conversation, or to each of several; messages are OpenAI's."""
+        """Answers to one conversation, or to each of several. Messages are OpenAI's; a part
+        `{"type": "image_pil", "image_pil": picture}` holds a Pillow image, as in vLLM."""
         renders = [partial(self._render_chat, c, cache_salt) for c in _conversations(messages)]
         sampling, tools = self._for_chat(sampling_params)
         return self._loop.run(self._answer_all(renders, sampling, tools))
@@ -216,7 +227,7 @@ class LLM:
 
         `on_finish` is called with the whole answer, in another thread, before the iterator ends.
         """
-        render = partial(self._render_chat, list(messages), None)
+        render = partial(self._render_chat, _with_urls(messages), None)
         texts = self._stream(render, *self._for_chat(sampling_params), on_finish)
         try:
             while (text := self._loop.run(_next(texts))) is not None:
@@ -311,7 +322,16 @@ class LLM:
         )
 
     def media_hash(self, data: bytes, *, modality: Modality) -> str:
-        """The name of encoded media (a PNG file, say) in the caches of this model, hex digits."""
+        """The name of encoded media (a PNG file, say) in the caches of this model, hex digits.
+
+        Raises `BadRequestError` for anything else: no request finds pixels by their own hash.
+        """
+        if not isinstance(data, bytes | bytearray | memoryview):
+            raise BadRequestError("data must be the bytes of encoded media", param="data")
+        if modality not in MODALITIES:
+            raise BadRequestError(
+                f"modality must be one of {', '.join(MODALITIES)}", param="modality"
+            )
         return media_hash(
             data,
             modality=modality,
@@ -509,7 +529,7 @@ class LiveSession:
             raise BadRequestError("messages or a prompt are appended")
         if messages is not None:
             work = self._session.append(
-                list(messages), answer=answer, interrupt=interrupt, max_tokens=max_tokens
+                _with_urls(messages), answer=answer, interrupt=interrupt, max_tokens=max_tokens
             )
         else:
             given = prompt if isinstance(prompt, str) else list(prompt or ())
@@ -673,8 +693,55 @@ def _conversations(
     if not _is_list(messages):
         raise BadRequestError("messages must be a list of messages, or a list of such lists")
     if not messages or not _is_list(messages[0]):
-        return [list(cast("Sequence[Message]", messages))]
-    return [list(messages) for messages in cast("Sequence[Sequence[Message]]", messages)]
+        return [_with_urls(cast("Sequence[Message]", messages))]
+    return [_with_urls(each) for each in cast("Sequence[Sequence[Message]]", messages)]
+
+
+def _with_urls(messages: Sequence[Message]) -> list[Message]:
+    """The messages, with data URLs of PNG files for Pillow images. Raises `BadRequestError`."""
+    found = list(messages)
+    for number, message in enumerate(found):
+        content = message.get("content") if isinstance(message, dict) else None
+        if not isinstance(content, list):
+            continue
+        parts = [
+            _with_url(part, f"messages[{number}].content[{place}]")
+            for place, part in enumerate(content)
+        ]
+        found[number] = {**message, "content": parts}
+    return found
+
+
+def _with_url(part: object, param: str) -> object:
+    if not isinstance(part, dict) or part.get("type") != "image_pil":
+        return part
+    picture = part.get("image_pil")
+    if not isinstance(picture, Image.Image):
+        raise BadRequestError(f"{param}.image_pil must be a Pillow image", param=param)
+    file = io.BytesIO()
+    kept = picture if picture.mode in PNG_MODES else picture.convert("RGB")
+    kept.save(file, "PNG", compress_level=1)
+    url = f"data:image/png;base64,{b64encode(file.getvalue()).decode()}"
+    rest = {name: value for name, value in part.items() if name != "image_pil"}
+    return {**rest, "type": "image_url", "image_url": {"url": url}}
+
+
+def _checked(options: Mapping[str, Any]) -> dict[str, Any]:
+    """`options` whose types are right. Raises `ConfigError` that names a wrong one."""
+    checked = dict(options)
+    limits = checked.get("limit_mm_per_prompt")
+    if isinstance(limits, Mapping):  # as vLLM takes them
+        checked["limit_mm_per_prompt"] = ",".join(f"{key}={limits[key]}" for key in limits)
+    for field in fields(Options):
+        value = checked.get(field.name)
+        kind = OPTION_KINDS.get(str(field.type).removesuffix(" | None"))
+        if value is None or kind is None:
+            continue
+        if isinstance(value, os.PathLike):
+            value = checked[field.name] = os.fspath(value)
+        if isinstance(value, bool) or not isinstance(value, kind[0]):
+            raise ConfigError(f"{field.name} must be {kind[1]}, got {repr(value)[:100]}")
+    return checked
 
 
 def _prompts(prompts: Prompt | Sequence[Prompt]) -> list[str | list[int]]:

@@ -18,6 +18,7 @@ import msgspec
 
 from lookonce.config import GIB, Config
 from lookonce.errors import ConfigError
+from lookonce.types.cpu import KERNELS_VARIABLE, cpu_flags, kernels_fault
 from lookonce.types.kv import TierSpec
 from lookonce.types.network import connection_error
 
@@ -29,6 +30,7 @@ TORCH_CUDA = re.compile(r"^cuda\b[^=]*= *(.*)$", re.MULTILINE)
 def check_machine(config: Config) -> None:
     """What the machine and its neighbours must have for this configuration."""
     check_device(config.model.device)
+    check_kernels(os.environ.get(KERNELS_VARIABLE))
     check_memory(config)
     for spec in config.kv.tiers:
         check_tier(spec)
@@ -54,6 +56,13 @@ def check_device(device: str) -> None:
     _, _, number = device.partition(":")
     if number and (not number.isdecimal() or int(number) >= count):
         raise ConfigError(f"--device {device}: there are cuda:0 to cuda:{count - 1}")
+
+
+def check_kernels(forced: str | None) -> None:
+    """Whether this CPU can run the kernels that `LOOKONCE_CPU_KERNELS` names."""
+    fault = kernels_fault(forced, cpu_flags()) if forced else None
+    if fault is not None:
+        raise ConfigError(fault)
 
 
 def torch_has_cuda() -> bool:

@@ -7,23 +7,29 @@ error.
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
 from pathlib import Path
 from typing import Self
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from lookonce.cli.config_file import unknown_variables
 from lookonce.cli.preflight import check_length, check_machine
 from lookonce.config import Config, Options, resolve
 from lookonce.frontend.model_download import with_local_model
 from lookonce.launch import Supervisor, bind, url_of
 from lookonce.types.logs import configure_logging
 
+logger = logging.getLogger("lookonce.cli")
+
 
 def run_server(options: Options) -> int:
     """Supervise the server's processes; the exit status. Raises `ConfigError` before any load."""
     config = resolve(options)
     configure_logging("server", config.logs)
+    _warn_of_variables()
     check_machine(config)
     config = with_local_model(config)
     check_length(config)
@@ -46,6 +52,7 @@ def run_render_server(options: Options) -> int:
     """Serve from this process; the exit status. Raises `ConfigError`, `ModelLoadError`."""
     config = resolve(options)
     configure_logging("render", config.logs)
+    _warn_of_variables()
     config = with_local_model(config, weights=False)
     from lookonce.server.render_server import serve_render  # slow: options are checked first
 
@@ -61,6 +68,11 @@ def run_render_server(options: Options) -> int:
             if config.server.uds is not None:
                 Path(config.server.uds).unlink(missing_ok=True)
     return 0
+
+
+def _warn_of_variables() -> None:
+    for said in unknown_variables(os.environ):
+        logger.warning("%s", said)
 
 
 class LoadingBar:

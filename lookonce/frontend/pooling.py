@@ -16,6 +16,8 @@ from lookonce.types.pooling import PoolingInfo
 Floats = NDArray[np.float32]
 SMALLEST = 1e-12
 """Vectors shorter than this are divided by it when they are normalized, as torch does."""
+MOST_COSINES = 1 << 22
+"""In memory at a time: two long pages of late interaction would have hundreds of millions."""
 
 
 def require_generates(model: ModelInfo) -> None:
@@ -99,8 +101,13 @@ def probabilities(logits: Floats) -> Floats:
 def similarity(first: Floats, second: Floats) -> float:
     """Of two inputs with vectors [n, W] and [m, W]: their cosine where each has one, else the sum
     over the first's of the largest cosine with one of the second's (late interaction)."""
-    cosines = normalized(first) @ normalized(second).T
-    return float(cosines.max(-1).sum())
+    documents = normalized(second).T
+    rows = max(1, MOST_COSINES // documents.shape[1])
+    likest = [
+        float((normalized(first[at : at + rows]) @ documents).max(-1).sum())
+        for at in range(0, len(first), rows)
+    ]
+    return sum(likest)
 
 
 def overlap(first: Floats, second: Floats) -> float:

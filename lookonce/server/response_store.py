@@ -71,6 +71,12 @@ LARGEST_CONTEXT = 128 << 20
 LARGEST_PAGE = 8 << 20
 """Bytes of items that are read at a time: a text that many items share is stored once, but read as
 often as it stands in them."""
+OBJECT_BYTES = 8
+"""What a byte of an item becomes when it is read: values in memory are larger than in msgpack."""
+MOST_EMPTY = 64
+LEAST_PER_CONTAINER = 8
+"""An item may have `MOST_EMPTY` lists and objects, and one more for so many of its bytes: an empty
+one has a byte in msgpack, and 64 in memory."""
 MOST_ENTRIES = 65_536
 """Items of one response or conversation: more would fit no model."""
 BUSY_SECONDS = 10.0
@@ -158,10 +164,10 @@ END;
 """
 
 READ_BYTES = (
-    "length(items.body) + (SELECT coalesce(sum(bytes), 0) FROM item_blobs "
+    f"{OBJECT_BYTES} * length(items.body) + (SELECT coalesce(sum(bytes), 0) FROM item_blobs "
     "JOIN blobs ON blobs.number = blob WHERE item_blobs.item = items.number)"
 )
-"""Of a row of `items`: its bytes with those of its long texts."""
+"""Of a row of `items`: its bytes in memory, with those of its long texts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -379,8 +385,8 @@ class ResponseDatabase:
                 left -= row[1] if row is not None else 0
                 if left < 0:
                     raise TooLargeError(
-                        f"input: the items referred to have more than {LARGEST_CONTEXT} bytes "
-                        "together, which is the limit",
+                        f"input: the items referred to take more than {LARGEST_CONTEXT} bytes of "
+                        "memory, which is the limit",
                         param="input",
                     )
                 found.append(None if row is None else self._decoded(row[0]))
@@ -552,7 +558,7 @@ class ResponseDatabase:
         )
         if size > LARGEST_CONTEXT:
             raise TooLargeError(
-                f"{param}: its items have {size} bytes together, {LARGEST_CONTEXT} are allowed",
+                f"{param}: its items take {size} bytes of memory, {LARGEST_CONTEXT} are allowed",
                 param=param,
             )
 
@@ -584,6 +590,12 @@ class ResponseDatabase:
                 body = msgspec.msgpack.encode(self._without_long_texts(tenant, item, blobs))
             except (RecursionError, OverflowError) as error:
                 raise BadRequestError(f"an item cannot be stored: {error}", param="input") from None
+            if _num_containers(item) > MOST_EMPTY + len(body) // LEAST_PER_CONTAINER:
+                raise BadRequestError(
+                    "an item cannot be stored: it has too many lists and objects that are empty "
+                    "or nearly so",
+                    param="input",
+                )
             size += len(body) + sum(
                 self._number("SELECT bytes FROM blobs WHERE number = ?", blob) for blob in blobs
             )
@@ -674,6 +686,13 @@ class ResponseDatabase:
                 self._sql.execute("ROLLBACK")
             raise
         self._sql.execute("COMMIT")
+
+
+def _num_containers(value: Any) -> int:
+    """Lists and objects in `value`, itself included."""
+    if not isinstance(value, dict | list):
+        return 0
+    return 1 + sum(map(_num_containers, value.values() if isinstance(value, dict) else value))
 
 
 def _statements(script: str) -> Iterator[str]:

@@ -32,6 +32,21 @@ KERNEL_VARIANTS = {"x86_64": X86_64, "amd64": X86_64, "aarch64": AARCH64, "arm64
     platform.machine().lower(), {}
 )
 """Those for this kind of machine."""
+KERNELS_VARIABLE = "LOOKONCE_CPU_KERNELS"
+"""The environment variable that names one of them, or "none"."""
+NO_KERNELS = "none"
+
+
+def kernels_fault(forced: str, flags: frozenset[str]) -> str | None:
+    """Why a CPU with these flags cannot use what `LOOKONCE_CPU_KERNELS` names; None: it can."""
+    if forced != NO_KERNELS and forced not in KERNEL_VARIANTS:
+        known = ", ".join((*KERNEL_VARIANTS, NO_KERNELS))
+        return f"{KERNELS_VARIABLE} must be one of {known}, got {forced!r}"
+    if not KERNEL_VARIANTS.get(forced, frozenset()) <= flags:
+        return f"{KERNELS_VARIABLE}={forced}: this CPU cannot run it"
+    return None
+
+
 BF16_FLAGS = frozenset(("amx_bf16", "avx512_bf16", "bf16"))
 """Of CPUs that multiply bf16, on x86-64 and on ARM, as Linux names them."""
 

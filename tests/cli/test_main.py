@@ -146,6 +146,16 @@ def test_a_mistake_is_one_line_and_status_2(monkeypatch, capsys, arguments, name
     assert named in refused(monkeypatch, capsys, *arguments)
 
 
+def test_kernels_that_cannot_be_had_are_refused_before_anything_loads(monkeypatch, capsys):
+    monkeypatch.setenv("LOOKONCE_CPU_KERNELS", "zz")
+    line = refused(monkeypatch, capsys, "serve")
+    assert "LOOKONCE_CPU_KERNELS must be one of" in line
+
+
+def test_python_m_lookonce_is_the_command_line():
+    assert import_module("lookonce.__main__").main is main
+
+
 def test_a_mistake_in_the_file_of_limits_ends_the_start(monkeypatch, capsys, tmp_path):
     limits = tmp_path / "limits.toml"
     limits.write_text("[default]\nweight = 'much'\n")
@@ -341,6 +351,17 @@ def test_what_kubernetes_sets_for_a_service_is_no_option():
     assert environment == {"LOOKONCE_HOST": "0.0.0.0"}
 
 
+def test_variables_that_are_no_options_are_named():
+    kubernetes = ("LOOKONCE_SERVICE_HOST", "LOOKONCE_SERVICE_PORT_HTTP", "LOOKONCE_UI_PORT")
+    links = ("LOOKONCE_PORT_8000_TCP", "LOOKONCE_PORT_8000_TCP_ADDR")
+    known = ("LOOKONCE_PORT", "LOOKONCE_CONFIG", "LOOKONCE_MODEL", "PATH", *kubernetes, *links)
+    assert config_file.unknown_variables(dict.fromkeys(known, "x")) == []
+    (said,) = config_file.unknown_variables({"LOOKONCE_MAX_NUM_SEQ": "5"})
+    assert said.endswith(
+        "LOOKONCE_MAX_NUM_SEQ is no option and has no effect (did you mean LOOKONCE_MAX_NUM_SEQS?)"
+    )
+
+
 @pytest.mark.parametrize(
     ("text", "named"),
     [
@@ -350,6 +371,11 @@ def test_what_kubernetes_sets_for_a_service_is_no_option():
         ("port: 80.5", "--port must be a whole number, got '80.5' (in the file of --config)"),
         ("port: {a: 1}", "port is not a value"),
         ("kv_tier: [[a]]", "kv_tier is not a value"),
+        ("host: h\nport: 2026-99-99", "is not YAML in line 2"),  # read as a date
+        ("port: " + "9" * 5000, "is not YAML in line 1"),
+        ("port: 1\nport: 2", "'port' twice, the second time in line 2"),
+        ("max-num-seqs: 5\nmax_num_seqs: 6", "max_num_seqs is there twice"),
+        ("limit_mm_per_prompt: &a {image: *a}", "limit_mm_per_prompt is not a value"),
     ],
 )
 def test_a_file_s_mistakes_are_named(monkeypatch, capsys, tmp_path, text, named):

@@ -6,6 +6,64 @@ from lookonce.errors import QueueFullError
 from tests.support.page.actions import answers, ask, drop_file, drop_picture, expect
 from tests.support.page.pausable_server import PausableServer
 
+WRITTEN = """\
+# Shapes
+
+A **red** one and
+
+[a]: https://a.example
+
+- one
+
+  more
+- two
+
+1. b
+   - c
+
+> said
+so
+
+```py
+print(1)
+
+$$
+```
+
+| a | b |
+|---|---|
+| 1 | 2 |
+
+$$
+a = b
+
+c
+
+d
+
+e
+$$
+
+Title
+=====
+
+    code
+
+$5 and $6.\r\n\r\nSee [a].
+"""
+READ_IN_PIECES = """async ([text, sizes]) => {
+  const { Markdown } = await import("/page/markdown.js");
+  await import("/page/temml.js");
+  await import("/page/highlight.js");
+  const made = [];
+  for (const size of sizes) {
+    const markdown = new Markdown(document.createElement("div"));
+    for (let at = 0; at < text.length; at += size) markdown.add(text.slice(at, at + size));
+    await new Promise((resolve) => setTimeout(resolve));
+    made.push([markdown.node.innerHTML, markdown.source.length]);
+  }
+  return made;
+}"""
 MARKUP = '<img src=x onerror="document.title=1">'
 
 
@@ -21,6 +79,28 @@ def test_the_answer_is_shown_while_it_comes(open_page):
         expect(words).to_have_text("a red circle")
         expect(page.get_by_role("button", name="Send")).to_be_visible()
         expect(page.locator("#announcer")).to_have_text("a red circle")
+
+
+def test_an_answer_in_pieces_looks_as_at_once_and_whole_blocks_are_not_read_again(open_page):
+    with PausableServer("yes") as server:
+        page = open_page(server.url)
+        at_once, *grown = page.evaluate(READ_IN_PIECES, [WRITTEN, [len(WRITTEN), 1, 7]])
+        assert [html for html, _ in grown] == [at_once[0]] * 2
+        assert at_once[0].count("https://a.example") == 1
+        long = "word **bold** word\n\n" * 200
+        ((html, held),) = page.evaluate(READ_IN_PIECES, [long, [9]])
+        assert html.count("<strong>") == 200
+        assert held < 100
+
+
+def test_an_answer_that_is_nested_without_end_is_shown_as_it_is(open_page):
+    for said in (">" * 500, "- " * 500 + "a"):
+        with PausableServer(said) as server:
+            page = open_page(server.url)
+            ask(page, "What?")
+            expect(page.locator(".receipt")).to_have_count(1)
+            expect(answers(page).locator(".said")).to_have_text(said)
+            assert answers(page).locator("blockquote, li").count() == 0
 
 
 def test_escape_stops_the_engine_and_keeps_what_was_said(open_page):

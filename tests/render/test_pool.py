@@ -748,6 +748,23 @@ def test_closing_ends_a_worker_that_is_still_starting() -> None:
     asyncio.run(scenario())
 
 
+def test_a_start_that_is_given_up_breaks_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", broken.append)
+
+    async def scenario() -> None:
+        pool = MediaPool(settings("mute"), share=ServerShare(num_workers=1), command=FAKE)
+        starting = asyncio.create_task(pool.start())
+        await until(lambda: pool._workers.processes)
+        starting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+        await pool.aclose()
+
+    asyncio.run(scenario())
+    assert not broken
+
+
 def test_closing_ends_the_workers_and_fails_what_they_were_doing(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with fake_pool(1) as pool:

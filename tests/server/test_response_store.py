@@ -127,6 +127,24 @@ def test_an_item_larger_than_a_page_is_a_page(database, shared, monkeypatch):
     assert (len(page), more) == (1, True)
 
 
+def test_no_more_small_values_are_read_at_a_time_than_there_is_memory_for(database, monkeypatch):
+    first = Origin("response", "r1")
+    answer(database, "r1", [item("a", detail=[[n, n + 1] for n in range(60)])])  # some 230 bytes
+    monkeypatch.setattr(response_store, "LARGEST_CONTEXT", 4000)
+    answer(database, "r2", [item("b")], first)
+    monkeypatch.setattr(response_store, "LARGEST_CONTEXT", 1000)
+    with pytest.raises(TooLargeError, match="bytes of memory, 1000 are allowed"):
+        database.begin("t", "r3", [item("c")], first)
+
+
+@pytest.mark.parametrize("empty", [[], {}])
+def test_an_item_of_empty_lists_and_objects_is_not_stored(database, empty):
+    with pytest.raises(BadRequestError, match="lists and objects"):
+        answer(database, "r1", [item("a", detail=[empty] * 5000)])
+    part = {"type": "input_text", "text": ""}
+    answer(database, "r2", [item("b", [part] * 5000)])
+
+
 def test_a_text_that_an_item_repeats_is_counted_each_time(database):
     database.create_conversation("t", "c1", b"{}", [item("a", [PICTURE] * 5)])
     assert database.bytes_by_tenant()["t"] > 5 * len(PICTURE)

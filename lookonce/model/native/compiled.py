@@ -18,13 +18,13 @@ from typing import NamedTuple, Protocol, cast
 from torch import Tensor  # and with torch its OpenMP runtime, which compiled code uses
 
 from lookonce.errors import ConfigError
-from lookonce.types.cpu import KERNEL_VARIANTS, cpu_flags
+from lookonce.types.cpu import KERNEL_VARIANTS, cpu_flags, kernels_fault
+from lookonce.types.cpu import KERNELS_VARIABLE as VARIABLE
+from lookonce.types.cpu import NO_KERNELS as NONE
 from lookonce.types.cpu import X86_64 as X86_64
 
 logger = logging.getLogger(__name__)
 
-VARIABLE = "LOOKONCE_CPU_KERNELS"
-NONE = "none"
 VARIANTS = KERNEL_VARIANTS
 
 
@@ -67,11 +67,10 @@ def choose(forced: str | None, flags: frozenset[str]) -> Choice:
     """The variant to use on a CPU with these flags; `forced` names one, or "none"."""
     if forced == NONE:
         return Choice(why=f"{VARIABLE}=none")
-    can_run = runnable(flags)
     if forced:
-        return _forced(forced, can_run)
+        return _forced(forced, flags)
     missing = []
-    for variant in can_run:
+    for variant in runnable(flags):
         try:
             return Choice(variant, load(variant), "the fastest that this CPU can run")
         except ImportError as error:
@@ -79,12 +78,10 @@ def choose(forced: str | None, flags: frozenset[str]) -> Choice:
     return Choice(why="; ".join(missing) or "this CPU can run no variant")
 
 
-def _forced(variant: str, can_run: list[str]) -> Choice:
-    if variant not in VARIANTS:
-        known = ", ".join((*VARIANTS, NONE))
-        return Choice(why=f"{VARIABLE} must be one of {known}, got {variant!r}", is_wrong=True)
-    if variant not in can_run:
-        return Choice(why=f"{VARIABLE}={variant}: this CPU cannot run it", is_wrong=True)
+def _forced(variant: str, flags: frozenset[str]) -> Choice:
+    fault = kernels_fault(variant, flags)
+    if fault is not None:
+        return Choice(why=fault, is_wrong=True)
     try:
         return Choice(variant, load(variant), f"{VARIABLE} says so")
     except ImportError as error:

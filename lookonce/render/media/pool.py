@@ -376,6 +376,8 @@ class MediaPool:
         The worker starts before a job is taken, so no job waits for a start while another worker is
         free. A failure is reported by the jobs that need the worker.
         """
+        if ready is not None and not ready.set_running_or_notify_cancel():
+            ready = None
         try:
             self._workers.ensure_worker()
         except Exception as error:  # noqa: BLE001  see above

@@ -8,6 +8,8 @@ import { Marked } from "./marked.js";
 const BLOCK_MATHS = /^(?:\$\$([^$]+?)\$\$|\\\[([\s\S]+?)\\\])[ \t]*(?:\n|$)/;
 const INLINE_MATHS = /^(?:\$\$([^$\n]+?)\$\$|\$(?![\s$])((?:\\.|[^\\$\n])+?)(?<!\s)\$(?!\d)|\\\(((?:.|\n)+?)\\\))/;
 const TARGETS = /^(?:https?:|mailto:)/i;
+const BEGUN_MATHS = /(?:^|\n)(?:\$\$|\\\[)/;
+const DEEPEST = 100; // levels of lists, quotes and emphasis in each other
 const LIMITS = { maxExpand: 200, maxSize: [10, 10], trust: false, throwOnError: true, annotate: true };
 const ENTITY = /&(?:#\d+|#x[\da-f]+|\w+);/i;
 
@@ -34,30 +36,79 @@ function formula(match) {
   return token && { ...token, type: "formula" };
 }
 
-/** Text that grows: blocks that are whole already keep their elements. */
+/** Text that grows: blocks that are whole keep their elements, and are not read again. */
 export class Markdown {
   constructor(node) {
     this.node = node;
-    this.source = "";
-    this.blocks = []; // [source, element]
+    this.defined = ""; // what blocks that are whole say of links: [name]: https://…
+    this.source = ""; // of the blocks that may still change
+    this.blocks = []; // [source, element] of these
+    this.literal = null; // the element of text that is not read
   }
 
   add(piece) {
-    this.source += piece;
-    const tokens = reader.lexer(this.source).filter(({ type }) => type !== "space" && type !== "def");
-    const same = this.blocks.findIndex(([source], index) => source !== tokens[index]?.raw);
+    if (this.literal) {
+      this.literal.append(piece);
+      return;
+    }
+    this.source = (this.source + piece).replaceAll("\r\n", "\n");
+    const tokens = tokensOf(this.defined + this.source);
+    const shown = (tokens ?? []).filter(isShown);
+    const same = this.blocks.findIndex(([source], index) => source !== shown[index]?.raw);
     const kept = same < 0 ? this.blocks.length : same;
     for (const [, old] of this.blocks.splice(kept)) old.remove();
-    for (const token of tokens.slice(kept)) {
+    for (const token of shown.slice(kept)) {
       const made = block(token);
       this.blocks.push([token.raw, made]);
       this.node.append(made);
     }
+    if (tokens) this.#settle(tokens, shown);
+    else {
+      this.literal = element("p", { class: "literal" }, this.source);
+      this.node.append(this.literal);
+    }
+  }
+
+  /** What comes may change the last two blocks, and all from where a formula begins that has no end yet. */
+  #settle(tokens, shown) {
+    const begun = shown.findIndex(({ type, raw }) => type !== "maths" && type !== "code" && BEGUN_MATHS.test(raw));
+    const whole = Math.min(shown.length - 2, begun < 0 ? Infinity : begun);
+    if (whole <= 0) return;
+    const settled = tokens.slice(0, tokens.indexOf(shown[whole]));
+    const read = settled.map(({ raw }) => raw).join("");
+    const all = this.defined + this.source;
+    if (!all.startsWith(read)) return;
+    this.defined = settled.filter(({ type }) => type === "def").map(({ raw }) => `${raw.trim()}\n\n`).join("");
+    this.source = all.slice(read.length);
+    this.blocks.splice(0, whole);
   }
 }
 
+function isShown({ type }) {
+  return type !== "space" && type !== "def";
+}
+
+/** Null for text that is nested too deeply to be shown, as where a model repeats a sign. */
+function tokensOf(source) {
+  try {
+    const tokens = reader.lexer(source);
+    return isDeeper(tokens, DEEPEST) ? null : tokens;
+  } catch (error) {
+    if (error instanceof RangeError) return null; // the stack was too small
+    throw error;
+  }
+}
+
+function isDeeper(tokens, levels) {
+  return tokens.some((token) => levels === 0 || isDeeper(inside(token), levels - 1));
+}
+
+function inside({ type, tokens, items, header, rows }) {
+  return type === "table" ? [...header, ...rows.flat()] : items ?? tokens ?? [];
+}
+
 function blocks(tokens) {
-  return tokens.filter(({ type }) => type !== "space" && type !== "def").map(block);
+  return tokens.filter(isShown).map(block);
 }
 
 function block(token) {

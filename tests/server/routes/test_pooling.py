@@ -6,6 +6,7 @@ import asyncio
 import base64
 import json
 import re
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 import transformers
 from openai import AsyncOpenAI
 
+from lookonce.frontend.pooling import normalized, similarity
 from tests.support.drawing import image_part
 from tests.support.model.cases import picture
 from tests.support.nodes import Node, engine_node, run
@@ -335,6 +337,21 @@ def test_a_vector_of_each_token_and_late_interaction(embedder):
             assert "/pooling" in await refused(node, "/v1/embeddings", {"input": "a"}, "model")
 
     run(scenario())
+
+
+def test_late_interaction_of_long_inputs_holds_a_part_of_their_cosines_at_a_time():
+    draw = np.random.default_rng(1)
+    query = draw.standard_normal((3000, 4), np.float32)
+    page = draw.standard_normal((4000, 4), np.float32)
+    expected = (normalized(query) @ normalized(page).T).max(-1).sum()
+    tracemalloc.start()
+    try:
+        scored = similarity(query, page)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert abs(scored - expected) < 1e-2
+    assert peak < 3000 * 4000 * 4 // 2
 
 
 def test_sparse_vectors_and_their_dot_products(embedder):

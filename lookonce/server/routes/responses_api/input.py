@@ -362,8 +362,14 @@ def _call(item: Json, param: str, read: ReadInput) -> None:
 
 def _output(item: Json, param: str, read: ReadInput) -> None:
     _require_text(item, "call_id", param)
-    content = _content(item.get("output"), f"{param}.output")
-    read.add({"role": "tool", "tool_call_id": item["call_id"], "content": content}, param)
+    output, where = item.get("output"), f"{param}.output"
+    if not isinstance(output, str | list):
+        raise BadRequestError(f"{where}: must be a text or a list of parts", param=where)
+    message = {"role": "tool", "tool_call_id": item["call_id"], "content": _content(output, where)}
+    parts = (
+        [f"{where}[{number}]" for number in range(len(output))] if isinstance(output, list) else ()
+    )
+    read.add(message, param, parts)
 
 
 def _require_text(item: Json, name: str, param: str) -> None:

@@ -148,10 +148,12 @@ def test_items_become_messages():
             {"type": "reasoning", "id": "rs_2", "summary": [],
              "content": [{"type": "reasoning_text", "text": "Once more."}]},
             {"type": "function_call", "call_id": "c3", "name": "w", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "c3",
+             "output": [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]},
         ],
         "Be brief.",
     )  # fmt: skip
-    roles = ["system", "user", "assistant", "tool", "assistant"]
+    roles = ["system", "user", "assistant", "tool", "assistant", "tool"]
     assert [message["role"] for message in read.messages] == roles
     assert [call["id"] for call in read.messages[2]["tool_calls"]] == ["c1", "c2"]
     assert read.messages[2]["content"] == [{"type": "text", "text": "Let me look."}]
@@ -159,6 +161,7 @@ def test_items_become_messages():
     thoughts = [message.get("reasoning_content") for message in read.messages]
     assert thoughts == [None, None, None, None, "Once more."]
     assert read.renamed("messages[3].content[1].text") == "input[4].content[1].text"
+    assert read.renamed("messages[5].content[1].text") == "input[7].output[1].text"
     assert read.renamed("messages") == "input"
     assert read.renamed("mm_processor_kwargs") == "mm_processor_kwargs"
 

@@ -110,6 +110,12 @@ def test_a_stream_is_stored_before_its_end_is_sent(on_site, opened):
 
 REFUSED = [
     ("POST", CONVERSATIONS, {"items": [{"role": "wizard", "content": "x"}]}, "items[0].role"),
+    (
+        "POST",
+        CONVERSATIONS,
+        {"items": [{"type": "function_call_output", "call_id": "c", "output": 5}]},
+        "items[0].output",
+    ),
     ("POST", CONVERSATIONS, {"metadata": {"a": 5}}, "metadata"),
     ("POST", CONVERSATIONS, {"metadata": {str(n): "x" for n in range(17)}}, "metadata"),
     ("GET", f"{RESPONSES}/ID?stream=true", None, "stream"),
