@@ -159,7 +159,7 @@ def test_items_become_messages():
     assert read.messages[2]["content"] == [{"type": "text", "text": "Let me look."}]
     assert read.messages[3] == {"role": "tool", "tool_call_id": "c1", "content": "sun"}
     thoughts = [message.get("reasoning_content") for message in read.messages]
-    assert thoughts == [None, None, None, None, "Once more."]
+    assert thoughts == [None, None, None, None, "Once more.", None]
     assert read.renamed("messages[3].content[1].text") == "input[4].content[1].text"
     assert read.renamed("messages[5].content[1].text") == "input[7].output[1].text"
     assert read.renamed("messages") == "input"
