@@ -161,7 +161,7 @@ def test_items_become_messages():
     thoughts = [message.get("reasoning_content") for message in read.messages]
     assert thoughts == [None, None, None, None, "Once more.", None]
     assert read.renamed("messages[3].content[1].text") == "input[4].content[1].text"
-    assert read.renamed("messages[5].content[1].text") == "input[7].output[1].text"
+    assert read.renamed("messages[5].content[1].text") == "input[8].output[1].text"
     assert read.renamed("messages") == "input"
     assert read.renamed("mm_processor_kwargs") == "mm_processor_kwargs"
 
