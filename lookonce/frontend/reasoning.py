@@ -308,7 +308,10 @@ class AnswerReaders:
         self._start: AnswerStart = "free"
         self._textless: Collection[int] = ()
         self._readers: dict[int, AnswerReader] = {}
-        self._tokens: dict[int, ReasoningTokens] = {}
+        self._tokens: dict[int, ReasoningTokens | harmony.AnalysisTokens] = {}
+        special = {} if tools is None else tools.dialect.special
+        self._channels = special if harmony.CHANNEL in special else None
+        """Markers of harmony's channels and their ids; None of any other model."""
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -340,13 +343,14 @@ class AnswerReaders:
 
     def note(self, index: int, token_ids: Sequence[int]) -> None:
         """Count the tokens whose text is pushed next, or later."""
-        reader = self.of(index)
-        if not isinstance(reader, ReasoningReader):
-            return
+        reader, token_bytes = self.of(index), self._renderer.token_bytes
         if index not in self._tokens:
-            self._tokens[index] = ReasoningTokens(
-                reader, self._renderer.token_bytes, self._textless
-            )
+            if isinstance(reader, ReasoningReader):
+                self._tokens[index] = ReasoningTokens(reader, token_bytes, self._textless)
+            elif self._channels is not None:
+                self._tokens[index] = harmony.AnalysisTokens(self._channels, token_bytes)
+            else:
+                return
         self._tokens[index].take(token_ids)
 
     def called(self, index: int) -> bool:
@@ -355,6 +359,6 @@ class AnswerReaders:
     @property
     def num_reasoning_tokens(self) -> int | None:
         """Of all samples so far; None where no thoughts are told apart."""
-        if self._reasoning is None:
+        if self._reasoning is None and self._channels is None:
             return None
         return sum(tokens.count for tokens in self._tokens.values())

@@ -24,7 +24,7 @@ class PromptTokensDetails(msgspec.Struct, kw_only=True):
 
 class CompletionTokensDetails(msgspec.Struct, kw_only=True):
     reasoning_tokens: int = 0
-    """Tokens of thoughts, with their markers."""
+    """Tokens of thoughts, with their markers; of gpt-oss those on `analysis`, without."""
 
 
 class Usage(msgspec.Struct, kw_only=True):

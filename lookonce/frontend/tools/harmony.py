@@ -15,6 +15,7 @@ text that the detokenizer and stop strings leave, of any tokenizer with these ma
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 from lookonce.frontend.tools.parser import (
@@ -36,6 +37,36 @@ ON_ANALYSIS = re.compile(rf"{re.escape(CHANNEL)}\s*analysis")
 LONGEST_HEADER = 512
 
 Where = Literal["outside", "header", "content", "reasoning", "call"]
+
+
+class AnalysisTokens:
+    """Counts one sample's tokens on the channel `analysis`, without markers and headers."""
+
+    def __init__(self, markers: Mapping[str, int], token_bytes: Callable[[int], bytes]) -> None:
+        """`markers`: text → id, where they are tokens."""
+        self._markers = {token_id: text for text, token_id in markers.items()}
+        self._token_bytes = token_bytes
+        self._header: bytes | None = None
+        """Of the message that begins; None within a message, and outside of all."""
+        self._on_analysis = False
+        self.count = 0
+
+    def take(self, token_ids: Sequence[int]) -> None:
+        for token_id in token_ids:
+            match self._markers.get(token_id):
+                case None if self._header is not None:
+                    self._header += self._token_bytes(token_id)
+                case None:
+                    self.count += self._on_analysis
+                case "<|message|>":
+                    self._on_analysis = (self._header or b"").split()[:1] == [b"analysis"]
+                    self._header = None
+                case "<|channel|>":
+                    self._on_analysis, self._header = False, b""
+                case "<|constrain|>":
+                    pass
+                case _:
+                    self._on_analysis, self._header = False, None
 
 
 class HarmonyParser:

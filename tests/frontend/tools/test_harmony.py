@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lookonce.engine.process.grammar import GrammarCompiler
+from lookonce.frontend.reasoning import AnswerReaders
 from lookonce.frontend.tools.calls import (
     NO_REQUESTED_TOOLS,
     Function,
@@ -125,6 +126,26 @@ def usable(tokenizer, choice, *, strict=None):
     functions = [Function(name="get", parameters=city, strict=strict), Function(name="now")]
     asked = read_tools([Tool(type="function", function=f) for f in functions], choice, None)
     return tool_calling(asked, choose_dialect("auto", TEMPLATE, tokenizer.special_texts))
+
+
+@pytest.mark.parametrize(
+    ("text", "thoughts"),
+    [
+        (THOUGHT + FINAL + "<|return|>", ["Hm."]),
+        (THOUGHT + THOUGHT + CALL + "{}<|call|>", ["Hm.", "Hm."]),
+        ("<|channel|>analysis<|message|>Hm", ["Hm"]),
+        ("<|channel|>commentary to=analysis<|message|>Hm.<|end|>", []),
+        ("analysis <|message|>Hello", []),
+        (FINAL, []),
+    ],
+)
+def test_tokens_on_the_channel_of_analysis_are_counted(tokenizer, text, thoughts):
+    tools = tool_calling(None, choose_dialect("auto", TEMPLATE, tokenizer.special_texts))
+    readers = AnswerReaders(tools, None, tokenizer)
+    for token in tokenizer.encode(text, add_special_tokens=False):
+        readers.note(0, [token])
+    count = sum(len(tokenizer.encode(each, add_special_tokens=False)) for each in thoughts)
+    assert readers.num_reasoning_tokens == count
 
 
 def test_special_tokens_are_read_and_end_the_answer(tokenizer):
