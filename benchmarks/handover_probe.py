@@ -96,7 +96,7 @@ class CopyingProcessing:
 def run_worker() -> None:
     worker: Any = import_module("lookonce.render.media.worker")
     worker.Processing = CopyingProcessing
-    worker.warm_up = lambda processing, max_image_pixels: None
+    worker.warm_up = lambda *given: None
     sys.argv = sys.argv[:1] + sys.argv[-1:]
     worker.main()
 
