@@ -102,6 +102,10 @@ NANO_FOLDER = EMBEDDED_MODELS[NANO]
 NANO_EAR_FOLDER = EMBEDDED_MODELS[NANO_EAR]
 GIB = 1 << 30
 Word = TypeVar("Word", bound=str)
+REASONING_PARSERS = (
+    "auto", "none", "deepseek_r1", "deepseek_v3", "ernie45", "glm45", "kimi_k2", "kimi_vl",
+    "minimax_m2", "mistral", "nemotron_v3", "olmo3", "qwen3", "seed_oss", "step3",
+)  # fmt: skip
 TOOL_CALL_PARSERS = ("auto", "hermes", "llama3", "mistral", "qwen3_coder", "harmony")
 ProcessorCacheType = Literal["shm", "lru"]
 """Where processed media lies: in shared memory, or in messages and then in the engine's memory."""
@@ -324,6 +328,7 @@ class ServerConfig:
     chat_template: str | None = None
     """A file's path."""
     tool_call_parser: str = "auto"
+    reasoning_parser: str = "auto"
     vllm_metric_names: bool = False
     strict_requests: bool = False
     """Unknown fields of a request are refused."""
@@ -415,6 +420,7 @@ class Options:
     allow_injection: bool = False
     chat_template: str | None = None
     tool_call_parser: str = "auto"
+    reasoning_parser: str = "auto"
     device: str = "cpu"
     dtype: str | None = None
     max_model_len: int | None = None
@@ -536,6 +542,9 @@ def resolve(options: Options) -> Config:
             chat_template=_existing_file("--chat-template", options.chat_template),
             tool_call_parser=_one_of(
                 "--tool-call-parser", options.tool_call_parser, TOOL_CALL_PARSERS
+            ),
+            reasoning_parser=_one_of(
+                "--reasoning-parser", options.reasoning_parser, REASONING_PARSERS
             ),
             vllm_metric_names=options.vllm_metric_names,
             strict_requests=options.strict_requests,

@@ -44,6 +44,9 @@ HELP: dict[str, str] = {
     "allow_injection": "Let clients of a server without keys inject processed media.",
     "tool_call_parser": "How the model writes tool calls: hermes (Qwen too), llama3, mistral, "
     "qwen3_coder or harmony (gpt-oss); auto reads it off the chat template.",
+    "reasoning_parser": "How the model writes its thoughts, by vLLM's names: qwen3 and others "
+    "(<think>), mistral ([THINK]), seed_oss, kimi_vl; none: thoughts stay in the answer; auto "
+    "finds it among the tokens and in the chat template.",
     "chat_template": "A Jinja file to use instead of the model's own chat template.",
     "device": "cpu, cuda or cuda:N.",
     "dtype": "float32, bfloat16, float16, or auto: bfloat16 where the hardware multiplies it, else "
@@ -135,7 +138,15 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "body_timeout",
         "keep_alive_timeout",
     ),
-    "model": ("device", "dtype", "max_model_len", "pooling", "chat_template", "tool_call_parser"),
+    "model": (
+        "device",
+        "dtype",
+        "max_model_len",
+        "pooling",
+        "chat_template",
+        "tool_call_parser",
+        "reasoning_parser",
+    ),
     "steps": (
         "max_num_seqs",
         "max_num_batched_tokens",
@@ -203,6 +214,7 @@ RENDER_OPTIONS = (
     *GROUPS["connections"],
     "chat_template",
     "tool_call_parser",
+    "reasoning_parser",
     "dtype",
     "max_model_len",
     "mm_hash_algorithm",

@@ -16,6 +16,7 @@ from lookonce.engine.client.engine_client import EngineClient, EngineState
 from lookonce.engine.client.sender_cache import DISABLED, InjectionOutcome
 from lookonce.errors import LookOnceError, NotReadyError
 from lookonce.frontend.metrics import Metrics
+from lookonce.frontend.reasoning import ReasoningFormat, choose_reasoning
 from lookonce.frontend.sampling_params import SamplingDefaults, read_defaults
 from lookonce.frontend.tools.formats import ToolDialect, choose_dialect
 from lookonce.render.media.pool import MAX_QUEUE_PER_TENANT, ServerShare, share_of_workers
@@ -41,6 +42,8 @@ class Frontend:
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     tool_dialect: ToolDialect | None = None
     """How the served model writes tool calls; None where its template has no place for tools."""
+    reasoning: ReasoningFormat | None = None
+    """How the served model writes its thoughts; None where answers have none apart."""
     weights: TenantWeights = field(default_factory=TenantWeights)
 
 
@@ -98,6 +101,7 @@ async def open_frontend(
                 config.model.folder, closed_schemas=config.server.closed_schemas
             ),
             tool_dialect=dialect_of(config, renderer),
+            reasoning=reasoning_of(config, renderer),
             weights=share.weights,
         )
 
@@ -131,6 +135,16 @@ def dialect_of(config: Config, renderer: Renderer) -> ToolDialect | None:
     """How the served model writes tool calls."""
     return choose_dialect(
         config.server.tool_call_parser, renderer.tools_template, renderer.special_tokens
+    )
+
+
+def reasoning_of(config: Config, renderer: Renderer) -> ReasoningFormat | None:
+    """How the served model writes its thoughts."""
+    return choose_reasoning(
+        config.server.reasoning_parser,
+        renderer.tools_template,
+        renderer.added_tokens,
+        renderer.special_tokens,
     )
 
 

@@ -124,7 +124,7 @@ class StructuredFields(UnsupportedParameters, kw_only=True):
 class Reasoning(msgspec.Struct, kw_only=True):
     """How the model reasons: OpenAI's for responses; other servers take it in chats too.
 
-    Only `effort` can be honoured, where the chat template knows it."""
+    `effort` is honoured where the chat template knows it, and in chats `exclude`."""
 
     effort: Any = None
     summary: Any = None
@@ -296,6 +296,8 @@ class ChatRequest(ChatOrCompletionFields, kw_only=True):
     modalities: list[str] | None = None
     reasoning_effort: Any = None
     reasoning: Reasoning | None = None
+    include_reasoning: bool | None = None
+    """vLLM's; false: the answer is without the model's thoughts."""
     verbosity: Any = None
 
     tools: list[Tool] | None = None

@@ -22,11 +22,18 @@ class PromptTokensDetails(msgspec.Struct, kw_only=True):
     """Only where a prompt has a film."""
 
 
+class CompletionTokensDetails(msgspec.Struct, kw_only=True):
+    reasoning_tokens: int = 0
+    """Tokens of thoughts, with their markers."""
+
+
 class Usage(msgspec.Struct, kw_only=True):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
+    """Only where the model's thoughts are told apart."""
 
 
 class ReceiptItem(msgspec.Struct, kw_only=True):
@@ -226,8 +233,10 @@ class ChatMessage(msgspec.Struct, kw_only=True):
     role: Literal["assistant"] = "assistant"
     content: str | None
     refusal: None = None
-    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
     """What the model wrote before the answer, where its format separates the two."""
+    reasoning_content: str | UnsetType = UNSET
+    """The same: vLLM's and DeepSeek's older name."""
     tool_calls: list[ToolCall] | UnsetType = UNSET
     function_call: FunctionCall | UnsetType = UNSET
     """The call of a request with `functions`."""
@@ -272,6 +281,7 @@ class ToolCallDelta(msgspec.Struct):
 class ChatDelta(msgspec.Struct, kw_only=True):
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET
     tool_calls: list[ToolCallDelta] | UnsetType = UNSET
     function_call: FunctionDelta | UnsetType = UNSET

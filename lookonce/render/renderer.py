@@ -598,6 +598,11 @@ class Renderer:
         return self.tokenizer.special_texts
 
     @property
+    def added_tokens(self) -> dict[str, int]:
+        """Text → id of every token that is cut out of a text, special or not."""
+        return {text: token_id for token_id, text in self.tokenizer.added_tokens.items()}
+
+    @property
     def fingerprint(self) -> bytes:
         """The fingerprint that `media_hash` takes; empty for a text-only model."""
         return b"" if self._family is None else self._family.fingerprint()

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from lookonce.config import Config
-from lookonce.frontend.frontend import RenderOnlyEngine, dialect_of
+from lookonce.frontend.frontend import RenderOnlyEngine, dialect_of, reasoning_of
 from lookonce.frontend.metrics import Metrics
 from lookonce.frontend.sampling_params import read_defaults
 from lookonce.render.readonly import ReadOnlyBindings, ReadOnlyDirectory, open_readonly
@@ -55,6 +55,7 @@ async def open_render_services(config: Config) -> AsyncIterator[Services]:
             ),
             warmup_renderer=warmup_renderer,
             tool_dialect=dialect_of(config, renderer),
+            reasoning=reasoning_of(config, renderer),
             unknown_fields=UnknownFields(strict=config.server.strict_requests),
         )
 

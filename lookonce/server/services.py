@@ -436,6 +436,7 @@ async def open_services(
                 metrics=frontend.metrics,
                 defaults=frontend.defaults,
                 tool_dialect=frontend.tool_dialect,
+                reasoning=frontend.reasoning,
                 weights=frontend.weights,
                 readonly=readonly,
                 keys=KeyRing.of(config.server),

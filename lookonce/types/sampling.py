@@ -35,15 +35,20 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True):
     """The request's field it came from, which an error names."""
     parts: tuple[Grammar, ...] = ()
     """The grammars that a "lark" one was made of: an error names the one that does not compile."""
+    before: str = ""
+    """Lark: a sample's text up to where the grammar begins, which is written `@answer`; empty: it
+    begins at once."""
 
     def __post_init__(self) -> None:
         """Raises `BadRequestError` for what the engine could not read."""
         if self.kind not in get_args(Kind):
             raise BadRequestError(f"there is no grammar of kind {self.kind!r:.40}", param="grammar")
-        if type(self.source) is not str or type(self.param) is not str:
-            raise BadRequestError("a grammar's source and param must be strings", param="grammar")
-        if len(self.param) > MAX_PARAM:
-            raise BadRequestError("a grammar's param is too long", param="grammar")
+        if any(type(text) is not str for text in (self.source, self.param, self.before)):
+            raise BadRequestError(
+                "a grammar's source, param and before must be strings", param="grammar"
+            )
+        if max(len(self.param), len(self.before)) > MAX_PARAM:
+            raise BadRequestError("a grammar's param or before is too long", param="grammar")
         if any(part.parts for part in self.parts):
             raise BadRequestError("the parts of a grammar have no parts", param="grammar")
         for nbytes in (self.nbytes, sum(part.nbytes for part in self.parts)):

@@ -46,6 +46,20 @@ def test_fields_without_a_value_are_left_out_and_others_kept():
     ]
 
 
+def test_earlier_thoughts_have_the_names_that_templates_read():
+    call = {"function": {"name": "f", "arguments": {}}}
+    (said, called, asked) = read(
+        {"role": "assistant", "content": "x", "reasoning": "y"},
+        {"role": "assistant", "tool_calls": [call], "reasoning": "y", "reasoning_content": "z"},
+        {"role": "user", "content": "x", "reasoning": "y"},
+    ).conversation
+    assert said == {
+        "role": "assistant", "content": "x", "reasoning": "y", "reasoning_content": "y"
+    }  # fmt: skip
+    assert (called["reasoning_content"], called["thinking"]) == ("z", "z")
+    assert "reasoning_content" not in asked
+
+
 def test_a_refusal_in_the_place_of_content_is_what_was_said():
     messages = [{"role": "assistant", "content": None, "refusal": "I cannot."}]
     (message,) = read_messages(messages, (), {}).conversation

@@ -157,6 +157,17 @@ def parser_limits() -> LLParserLimits:
 
 def llguidance_source(grammar: Grammar) -> str:
     """What `LLMatcher` takes. Raises `BadRequestError`."""
+    source = _answer_source(grammar)
+    if not grammar.before:
+        return source
+    answer = {"lark_grammar": source}  # of Lark the library's own form is the Lark itself
+    if grammar.kind in ("json_schema", "regex"):
+        (answer,) = json.loads(source)["grammars"]
+    parts = [{"lark_grammar": grammar.before}, {**answer, "name": "answer"}]
+    return json.dumps({"grammars": parts})
+
+
+def _answer_source(grammar: Grammar) -> str:
     match grammar.kind:
         case "json_schema":
             overrides: JsonCompileOptions = {"whitespace_pattern": JSON_SPACES}
@@ -211,6 +222,9 @@ class GrammarTrial:
 
     def run(self, grammar: Grammar) -> GrammarTried:
         """Raises `BadRequestError` naming the grammar's field, or that of the part at fault."""
+        if grammar.before:
+            # What comes before would hide how slow it is, and be in the library's explanation.
+            self.run(msgspec.structs.replace(grammar, before=""))
         try:
             return self._run_whole(grammar)
         except BadRequestError:

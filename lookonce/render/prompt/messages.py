@@ -209,6 +209,8 @@ class _Reader:
         tool_calls = fields.pop("tool_calls", None)
         if content is None and role == "assistant" and isinstance(fields.get("refusal"), str):
             content = fields.pop("refusal")  # OpenAI's answer of a model that refused
+        if role == "assistant":
+            _add_reasoning(fields, has_text=bool(content))
         refuse_reserved(fields, param)
         converted: Json = {"role": role}
         if content is not None:
@@ -260,6 +262,17 @@ class _Reader:
     def _media(self, source: MediaSource) -> Json:
         self.chat.sources.append(source)
         return {"type": source.modality}
+
+
+def _add_reasoning(fields: Json, *, has_text: bool) -> None:
+    """What an earlier answer thought, by the names that templates read: `reasoning_content`, and
+    gpt-oss's `thinking`, which may stand in no message with text."""
+    given = (fields.get(name) for name in ("reasoning_content", "reasoning"))
+    thought = next((each for each in given if isinstance(each, str) and each), None)
+    if thought is not None:
+        fields.setdefault("reasoning_content", thought)
+        if not has_text:
+            fields.setdefault("thinking", thought)
 
 
 def _tool_calls(calls: object, param: str) -> list[Json]:

@@ -5,7 +5,7 @@ text, image              parts of the same message
 document                 a file part, or its texts and pictures
 tool_use                 a tool call of the assistant's message
 tool_result              a tool message
-thinking                 nothing: another model wrote it
+thinking                 `reasoning_content` of the assistant's message
 
 An assistant's message at the end is the beginning of the answer, which goes on from there.
 
@@ -350,6 +350,7 @@ def _texts(system: str | list[Json]) -> str:
 
 def _blocks(role: str, content: list[Any], param: str, read: ReadInput) -> None:
     """One message, and before it one for each result of a tool."""
+    read.thought = ""
     parts: list[NamedPart] = []
     calls: list[Json] = []
     for number, block in enumerate(content):
@@ -359,7 +360,9 @@ def _blocks(role: str, content: list[Any], param: str, read: ReadInput) -> None:
                 _result(block, where, read)
             case "tool_use":
                 calls.append(_call(block, where))
-            case "thinking" | "redacted_thinking":
+            case "thinking":
+                read.thought += _thinking(block, where) if role == "assistant" else ""
+            case "redacted_thinking":
                 pass
             case _:
                 parts += _parts(block, where)
@@ -373,6 +376,13 @@ def _blocks(role: str, content: list[Any], param: str, read: ReadInput) -> None:
         read.add({"role": role, "content": said or None, "tool_calls": calls}, param)
     elif parts:
         _add(role, parts, param, read)
+
+
+def _thinking(block: Mapping[str, Any], param: str) -> str:
+    thought = block.get("thinking", "")
+    if not isinstance(thought, str):
+        raise BadRequestError(f"{param}.thinking: must be a text", param=f"{param}.thinking")
+    return thought
 
 
 def _add(role: str, parts: list[NamedPart], param: str, read: ReadInput, **fields: str) -> None:
@@ -528,7 +538,7 @@ class MessagesBuilder(ChatResponseBuilder):
 
     def whole(self, samples: Sequence[Sample]) -> AnthropicMessage:
         (sample,) = samples
-        for _ in self._events_of("".join(sample.text), last=True):
+        for _ in self._events_of(sample, "".join(sample.text), last=True):
             pass
         message = self._message()
         message.content = self._content
@@ -539,7 +549,7 @@ class MessagesBuilder(ChatResponseBuilder):
         if not self._started:
             self._started = True
             yield AnthropicEvent(type="message_start", message=self._message())
-        yield from self._events_of(piece.text, last=piece.finish_reason is not None)
+        yield from self._events_of(piece, piece.text, last=piece.finish_reason is not None)
         if piece.finish_reason is not None:
             reason, sequence = self._stop(piece)
             yield AnthropicEvent(
@@ -571,13 +581,13 @@ class MessagesBuilder(ChatResponseBuilder):
         )
 
     def _stop(self, ended: Sample | Piece) -> tuple[str, str | None]:
-        reason = self._finish_reason(ended.finish_reason or "stop", called=self._called(0))
+        reason = self._finish_reason(ended.finish_reason or "stop", called=self._answers.called(0))
         if isinstance(ended.stop_reason, str):
             return "stop_sequence", ended.stop_reason
         return STOP_REASONS.get(reason, "end_turn"), None
 
-    def _events_of(self, text: str, *, last: bool) -> Iterator[AnthropicEvent]:
-        for delta in self._read(0, text, last=last):
+    def _events_of(self, new: Sample | Piece, text: str, *, last: bool) -> Iterator[AnthropicEvent]:
+        for delta in self._read(0, new, text, last=last):
             match delta:
                 case ContentText(more):
                     yield from self._add_text("text", more)

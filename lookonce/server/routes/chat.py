@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from lookonce.errors import BadRequestError
 from lookonce.frontend.generation import Piece, Sample
+from lookonce.frontend.reasoning import AnswerReaders
 from lookonce.frontend.requests import TEMPLATE_FIELDS, ChatRequest, TokenizeRequest
 from lookonce.frontend.responses import (
     ChatChoice,
@@ -27,8 +28,6 @@ from lookonce.frontend.responses import (
 from lookonce.frontend.sampling_params import chat_sampling
 from lookonce.frontend.tools.calls import (
     AnswerDelta,
-    CallReader,
-    PlainTextReader,
     Reason,
     RequestedTools,
     ToolCalling,
@@ -36,11 +35,11 @@ from lookonce.frontend.tools.calls import (
     content_of,
     finish_reason_shown,
     read_tools,
-    reader_of,
     reasoning_of,
     tool_calling,
 )
 from lookonce.frontend.tools.function_fields import read_functions, with_tool_calls
+from lookonce.frontend.tools.parser import ReasoningText
 from lookonce.server.http.body import receive
 from lookonce.server.rate_limits import count_media
 from lookonce.server.routes.serving_base import (
@@ -106,7 +105,9 @@ class ChatResponseBuilder:
         self._body = body
         self._sampling = sampling
         self._tools = tools
-        self._readers: dict[int, CallReader | PlainTextReader] = {}
+        self._answers = AnswerReaders(tools, context.services.reasoning, context.services.renderer)
+        context.readers = self._answers
+        self._with_reasoning = shows_reasoning(body)
         self._begun: set[int] = set()
         self._old_form = bool(body.functions)
         """Calls are shown as `function_call`."""
@@ -115,6 +116,7 @@ class ChatResponseBuilder:
     async def render(self) -> None:
         context, body = self._context, self._body
         messages, body.messages = body.messages, []  # media are not kept while tokens are generated
+        continued = text_of(messages[-1]) if body.continue_final_message else None
         context.usage_limits.take_media(count_media(messages))
         with context.services.metrics.render.time():
             rendered = await context.services.renderer.render_chat(
@@ -123,8 +125,8 @@ class ChatResponseBuilder:
                 cache_salt=body.cache_salt,
                 options=chat_options(body, self._tools),
             )
-        keep = () if self._tools is None else self._tools.markers
-        context.add_prompt(rendered, self._sampling, keep)
+        sampling = self._answers.begin(rendered, self._sampling, continued)
+        context.add_prompt(rendered, sampling, self._answers.markers)
 
     def whole(self, samples: Sequence[Sample]) -> msgspec.Struct:
         context = self._context
@@ -141,13 +143,13 @@ class ChatResponseBuilder:
         )
 
     def _choice(self, index: int, sample: Sample) -> ChatChoice:
-        deltas = self._read(index, "".join(sample.text), last=True)
-        called = self._called(index)
+        deltas = self._read(index, sample, "".join(sample.text), last=True)
+        called = self._answers.called(index)
         message = ChatMessage(content=content_of(deltas))
-        message.reasoning_content = reasoning_of(deltas) or UNSET
+        message.reasoning = message.reasoning_content = reasoning_of(deltas) or UNSET
         if called:
             message.content = message.content or None
-            self._show_calls(message, self._readers[index].calls)
+            self._show_calls(message, self._answers.of(index).calls)
         return ChatChoice(
             index=index,
             message=message,
@@ -172,14 +174,13 @@ class ChatResponseBuilder:
             shown.function_call, shown.tool_calls = shown.tool_calls[0].function, UNSET
         return shown
 
-    def _read(self, index: int, text: str, *, last: bool) -> list[AnswerDelta]:
+    def _read(self, index: int, new: Sample | Piece, text: str, *, last: bool) -> list[AnswerDelta]:
         """The content, reasoning and tool calls that `text` adds to a sample."""
-        if index not in self._readers:
-            self._readers[index] = reader_of(self._tools)
-        return self._readers[index].push(text, last=last)
-
-    def _called(self, index: int) -> bool:
-        return index in self._readers and bool(self._readers[index].calls)
+        self._answers.note(index, new.token_ids)
+        deltas = self._answers.of(index).push(text, last=last)
+        if self._with_reasoning:
+            return deltas
+        return [delta for delta in deltas if not isinstance(delta, ReasoningText)]
 
     def chunks(self, piece: Piece) -> Iterator[msgspec.Struct]:
         """The role first; reasoning, content and calls as they come; at last the finish reason."""
@@ -187,7 +188,8 @@ class ChatResponseBuilder:
             self._begun.add(piece.index)
             yield self._chunk(piece.index, ChatDelta(role="assistant", content=""))
         logprobs = self._context.chat_logprobs(self._sampling, piece)
-        deltas = self._read(piece.index, piece.text, last=piece.finish_reason is not None)
+        last = piece.finish_reason is not None
+        deltas = self._read(piece.index, piece, piece.text, last=last)
         if deltas or logprobs is not None:
             yield self._chunk(piece.index, self._delta(deltas), logprobs)
         if piece.finish_reason is not None:
@@ -195,7 +197,7 @@ class ChatResponseBuilder:
 
     def _finish_chunk(self, piece: Piece) -> ChatChunk:
         chunk = self._chunk(piece.index, ChatDelta())
-        called = self._called(piece.index)
+        called = self._answers.called(piece.index)
         chunk.choices[0].finish_reason = self._finish_reason(piece.finish_reason, called=called)
         chunk.choices[0].stop_reason = piece.stop_reason
         if self._context.finished and not self._context.include_usage:
@@ -229,12 +231,29 @@ class ChatResponseBuilder:
 
 def _delta(deltas: Sequence[AnswerDelta]) -> ChatDelta:
     """A delta of log-probabilities alone has empty content."""
-    content = content_of(deltas)
+    content, reasoning = content_of(deltas), reasoning_of(deltas) or UNSET
     return ChatDelta(
         content=content if content or not deltas else UNSET,
-        reasoning_content=reasoning_of(deltas) or UNSET,
+        reasoning=reasoning,
+        reasoning_content=reasoning,
         tool_calls=call_deltas_of(deltas) or UNSET,
     )
+
+
+def shows_reasoning(body: ChatRequest) -> bool:
+    """Whether the answer has the model's thoughts."""
+    excluded = body.reasoning is not None and body.reasoning.exclude is True
+    return body.include_reasoning is not False and not excluded
+
+
+def text_of(message: Mapping[str, Any]) -> str:
+    """The text of a message's content."""
+    content = message.get("content")
+    if isinstance(content, str):
+        return content
+    parts = content if isinstance(content, list) else ()
+    texts = (part.get("text") for part in parts if isinstance(part, Mapping))
+    return "".join(text for text in texts if isinstance(text, str))
 
 
 def template_options(body: ChatRequest | TokenizeRequest) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from lookonce.errors import BadRequestError
+from lookonce.frontend.reasoning import AnswerReaders
 from lookonce.frontend.requests import (
     ChatRequest,
     CompletionRequest,
@@ -28,7 +29,7 @@ from lookonce.frontend.tools.calls import read_tools, tool_calling
 from lookonce.server.http.body import receive
 from lookonce.server.http.responses import encode, json_response, while_connected
 from lookonce.server.rate_limits import RequestUsage, count_media
-from lookonce.server.routes.chat import chat_options, checked_chat
+from lookonce.server.routes.chat import chat_options, checked_chat, text_of
 from lookonce.server.routes.completions import named_prompts
 from lookonce.server.routes.generate import Features, MediaForm, features_of
 from lookonce.server.routes.serving_base import apply_controls, check_body, request_id_of
@@ -74,6 +75,8 @@ async def render_chat(request: Request) -> Response:
     usage: RequestUsage = request.state.usage
     usage.take_media(count_media(body.messages))
     usage.take_tokens(0, 1)  # how many there will be is not known
+    answers = AnswerReaders(tools, services.reasoning, services.renderer)
+    continued = text_of(body.messages[-1]) if body.continue_final_message else None
 
     async def render() -> RenderedBody:
         rendered = await services.readonly.render_chat(
@@ -91,7 +94,8 @@ async def render_chat(request: Request) -> Response:
                 param="media",
             )
         features = await features_of(rendered, body.media, services.readonly.item_of)
-        answer = _body(services, body, request_id, rendered, sampling)
+        begun = answers.begin(rendered, sampling, continued)
+        answer = _body(services, body, request_id, rendered, begun)
         answer.features = features
         answer.mm_processor_kwargs = body.mm_processor_kwargs if features else None
         return answer

@@ -19,10 +19,12 @@ from lookonce.errors import BadRequestError
 from lookonce.frontend.generation import Piece, PromptGeneration, Sample, merged, prepare
 from lookonce.frontend.logprobs import TokenName, chat_logprobs, prompt_entries, token_id_name
 from lookonce.frontend.pooling import require_generates
+from lookonce.frontend.reasoning import AnswerReaders
 from lookonce.frontend.receipt import kv_transfer_params, reuse_receipt, usage
 from lookonce.frontend.requests import StreamOptions, TakesControls
 from lookonce.frontend.responses import (
     ChatLogprobs,
+    CompletionTokensDetails,
     KVTransferParams,
     PromptEntries,
     ReuseReceipt,
@@ -185,6 +187,8 @@ class ServingContext:
     """Log-probabilities of prompts that the answer will have."""
     num_pooled: int = 0
     """Numbers of the vectors that the answer is made of."""
+    readers: AnswerReaders | None = None
+    """What reads a chat's answers."""
     on_exit: list[Callable[[], None]] = field(default_factory=list)
     """Called when the request ends, however it does."""
     _entries: dict[int, PromptEntries] = field(default_factory=dict)
@@ -287,7 +291,11 @@ class ServingContext:
         return all(generation.finished for generation in self.generations)
 
     def usage(self) -> Usage:
-        return usage(self.generations)
+        told = usage(self.generations)
+        count = None if self.readers is None else self.readers.num_reasoning_tokens
+        if count is not None:
+            told.completion_tokens_details = CompletionTokensDetails(reasoning_tokens=count)
+        return told
 
     def chunk_usage(self) -> Usage | UnsetType | None:
         """What a chunk of a stream has as `usage`."""

@@ -48,6 +48,7 @@ REFUSED = [
     (of({"type": "image", "source": {"type": "file"}}), "messages[0].content[0].source"),
     (of({"type": "tool_result"}), "messages[0].content[0].tool_use_id"),
     (of({**USE, "input": 5}, role="assistant"), "messages[0].content[0].input"),
+    (of({"type": "thinking", "thinking": 5}, role="assistant"), "messages[0].content[0].thinking"),
     ({**HELLO, "system": [{"type": "image"}]}, "system[0]"),
     ({**HELLO, "system": [{"type": "image", "source": {"type": "url"}}]}, "system[0]"),
     ({**HELLO, "tools": [{**TOOL, "type": "bash_20250124"}]}, "tools[0].type"),
@@ -123,6 +124,8 @@ def test_results_reach_the_template_as_tool_messages(on_site):
         assert [message["role"] for message in seen] == ["system", "assistant", "tool", "user"]
         assert json.loads(seen[1]["tool_calls"][0]["function"]["arguments"]) == {"a": 1}
         assert (seen[1]["content"], seen[2]["content"]) == ("Well.", "sunny")
+        thoughts = [message.get("reasoning_content") for message in seen]
+        assert thoughts == [None, "Hm.", None, None]
 
     on_site(scenario)
 

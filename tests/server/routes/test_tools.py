@@ -261,11 +261,18 @@ def test_a_call_on_its_channel_is_a_tool_call(on_site):
     on_site(scenario)
 
 
-def test_a_response_says_only_what_is_said(on_site):
+def test_a_response_says_what_is_said_and_thinks_in_an_item_of_its_own(on_site):
     async def scenario(site):
         with_tools(site, REASONING + FINAL, HARMONY)
         body = {"input": "hi", "max_output_tokens": 150}
-        (item,) = (await site.client.post("/v1/responses", json=body)).json()["output"]
+        thought, item = (await site.client.post("/v1/responses", json=body)).json()["output"]
+        assert thought.pop("id").startswith("rs_")
+        assert thought == {
+            "type": "reasoning",
+            "status": "completed",
+            "summary": [],
+            "content": [{"type": "reasoning_text", "text": "Hm."}],
+        }
         assert item["content"][0]["text"] == "Hello!"
 
     on_site(scenario)

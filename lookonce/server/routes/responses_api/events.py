@@ -1,6 +1,7 @@
 """What `/v1/responses` answers: the response object, its items, and the events of a stream.
 
     item added ─▶ part added ─▶ text deltas ─▶ text done ─▶ part done ─▶ item done     (message)
+    item added ─▶ part added ─▶ reasoning deltas ─▶ reasoning done ─▶ part done ─▶ item done
     item added ─▶ arguments deltas ─▶ arguments done ─▶ item done                      (call)
 
 `ResponseWriter` makes the events from what the model writes. One item is open at a time.
@@ -44,7 +45,21 @@ class ResponseFunctionToolCall(msgspec.Struct, kw_only=True, tag_field="type", t
     arguments: str = ""
 
 
-Item: TypeAlias = ResponseOutputMessage | ResponseFunctionToolCall
+class ResponseReasoningText(msgspec.Struct, kw_only=True):
+    type: Literal["reasoning_text"] = "reasoning_text"
+    text: str = ""
+
+
+class ResponseReasoningItem(msgspec.Struct, kw_only=True, tag_field="type", tag="reasoning"):
+    """What the model thought, whole: no summary is made of it."""
+
+    id: str
+    status: ResponseStatus = "in_progress"
+    summary: list[None] = []
+    content: list[ResponseReasoningText] = []
+
+
+Item: TypeAlias = ResponseOutputMessage | ResponseReasoningItem | ResponseFunctionToolCall
 
 
 class InputTokensDetails(msgspec.Struct, kw_only=True):
@@ -150,7 +165,7 @@ class ContentPartEvent(ResponseStreamEvent, kw_only=True):
     item_id: str
     output_index: int
     content_index: int = 0
-    part: ResponseOutputText
+    part: ResponseOutputText | ResponseReasoningText
 
 
 class TextDeltaEvent(ResponseStreamEvent, kw_only=True):
@@ -169,6 +184,22 @@ class TextDoneEvent(ResponseStreamEvent, kw_only=True):
     content_index: int = 0
     text: str
     logprobs: list[TokenEntry]
+
+
+class ReasoningDeltaEvent(ResponseStreamEvent, kw_only=True):
+    type: str = "response.reasoning_text.delta"
+    item_id: str
+    output_index: int
+    content_index: int = 0
+    delta: str
+
+
+class ReasoningDoneEvent(ResponseStreamEvent, kw_only=True):
+    type: str = "response.reasoning_text.done"
+    item_id: str
+    output_index: int
+    content_index: int = 0
+    text: str
 
 
 class ArgumentsDeltaEvent(ResponseStreamEvent, kw_only=True):
@@ -199,7 +230,7 @@ STATUSES: dict[str, ResponseStatus] = {"length": "incomplete", "abort": "cancell
 
 
 class ResponseWriter:
-    """Adds content and calls to `response`, and makes an event of each change.
+    """Adds content, reasoning and calls to `response`, and makes an event of each change.
 
     An event holds copies of what it shows, for it may be encoded later.
     """
@@ -228,6 +259,20 @@ class ResponseWriter:
             )
         )
 
+    def reasoning(self, text: str) -> Iterator[ResponseStreamEvent]:
+        if not isinstance(self._open, ResponseReasoningItem):
+            yield from self._close("completed")
+            item = self._open = ResponseReasoningItem(id=new_id("rs"))
+            yield self._add_item(item)
+            item.content = [ResponseReasoningText()]
+            yield self._part_event("response.content_part.added", item)
+        item = self._open
+        assert isinstance(item, ResponseReasoningItem)
+        item.content[0].text += text
+        yield self._numbered(
+            ReasoningDeltaEvent(item_id=item.id, output_index=self._index, delta=text)
+        )
+
     def call(self, delta: ToolCallDelta) -> Iterator[ResponseStreamEvent]:
         function = delta.function
         if isinstance(delta.id, str) and isinstance(function.name, str):
@@ -247,9 +292,12 @@ class ResponseWriter:
             )
 
     def finish(self, reason: str) -> Iterator[ResponseStreamEvent]:
-        """Close the open item. An answer without content or call gets an empty message."""
+        """Close the open item. An answer without content or call gets an empty message, unless it
+        was cut off while the model thought."""
         status = STATUSES.get(reason, "completed")
-        if not self.response.output:
+        if isinstance(self._open, ResponseReasoningItem) and status == "completed":
+            yield from self._close(status)
+        if self._open is None and not self._has_answer:
             yield from self._open_message()
         yield from self._close("completed" if status == "completed" else "incomplete")
         self.response.status = status
@@ -267,6 +315,10 @@ class ResponseWriter:
     @property
     def _index(self) -> int:
         return len(self.response.output) - 1
+
+    @property
+    def _has_answer(self) -> bool:
+        return any(not isinstance(item, ResponseReasoningItem) for item in self.response.output)
 
     def _open_message(self) -> Iterator[ResponseStreamEvent]:
         message = self._open = ResponseOutputMessage(id=new_id("msg"))
@@ -286,6 +338,13 @@ class ResponseWriter:
                     output_index=self._index,
                     text=part.text,
                     logprobs=list(part.logprobs),
+                )
+            )
+            yield self._part_event("response.content_part.done", item)
+        elif isinstance(item, ResponseReasoningItem):
+            yield self._numbered(
+                ReasoningDoneEvent(
+                    item_id=item.id, output_index=self._index, text=item.content[0].text
                 )
             )
             yield self._part_event("response.content_part.done", item)
@@ -309,11 +368,15 @@ class ResponseWriter:
         shown = msgspec.structs.replace(item)
         return self._numbered(OutputItemEvent(type=name, output_index=self._index, item=shown))
 
-    def _part_event(self, name: str, message: ResponseOutputMessage) -> ResponseStreamEvent:
-        (part,) = message.content
-        shown = msgspec.structs.replace(part, logprobs=list(part.logprobs))
+    def _part_event(
+        self, name: str, item: ResponseOutputMessage | ResponseReasoningItem
+    ) -> ResponseStreamEvent:
+        (part,) = item.content
+        shown = msgspec.structs.replace(part)
+        if isinstance(shown, ResponseOutputText):
+            shown.logprobs = list(shown.logprobs)
         return self._numbered(
-            ContentPartEvent(type=name, item_id=message.id, output_index=self._index, part=shown)
+            ContentPartEvent(type=name, item_id=item.id, output_index=self._index, part=shown)
         )
 
     def _response_event(self, name: str) -> ResponseStreamEvent:

@@ -4,7 +4,7 @@ instructions             a system message
 message                  a message of the same role; its parts get a chat's names
 function_call            a tool call of the assistant message before it, else of a new one
 function_call_output     a tool message
-reasoning                nothing: another model wrote it
+reasoning                `reasoning_content` of the assistant's message that follows
 item_reference           the stored item of this id
 """
 
@@ -212,7 +212,13 @@ class ReadInput:
     parts: dict[int, Sequence[str]] = field(default_factory=dict)
     """Number of a message → names of its content parts, where they are others than in a chat."""
 
+    thought: str = ""
+    """What the model thought before the next message of the assistant."""
+
     def add(self, message: Json, origin: str, parts: Sequence[str] = ()) -> None:
+        thought, self.thought = self.thought, ""
+        if thought and message["role"] == "assistant":
+            message["reasoning_content"] = thought
         if parts:
             self.parts[len(self.messages)] = parts
         self.messages.append(message)
@@ -260,7 +266,7 @@ def _item(item: Json, param: str, read: ReadInput) -> None:
         "message": _message,
         "function_call": _call,
         "function_call_output": _output,
-        "reasoning": lambda item, param, read: None,
+        "reasoning": _reasoning,
     }
     reader = readers.get(kind) if isinstance(kind, str) else None
     if reader is None:
@@ -270,6 +276,17 @@ def _item(item: Json, param: str, read: ReadInput) -> None:
             param=f"{param}.type",
         )
     reader(item, param, read)
+
+
+def _reasoning(item: Json, param: str, read: ReadInput) -> None:
+    """Its text; of other models' there may be none, or only an encrypted one."""
+    parts = item.get("content")
+    for number, part in enumerate(parts if isinstance(parts, list) else ()):
+        text = part.get("text") if isinstance(part, Mapping) else None
+        if not isinstance(text, str):
+            where = f"{param}.content[{number}].text"
+            raise BadRequestError(f"{where}: must be a text", param=where)
+        read.thought += text
 
 
 def _message(item: Json, param: str, read: ReadInput) -> None:

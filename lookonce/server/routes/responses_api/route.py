@@ -19,17 +19,16 @@ from starlette.responses import Response
 from lookonce.errors import BadRequestError
 from lookonce.frontend.generation import Piece, Sample
 from lookonce.frontend.logprobs import TextCursor, chat_logprobs
+from lookonce.frontend.reasoning import AnswerReader, AnswerReaders
 from lookonce.frontend.responses import TokenEntry, ToolCallDelta
 from lookonce.frontend.sampling_params import SamplingDefaults, response_sampling
 from lookonce.frontend.tools.calls import (
     AnswerDelta,
-    CallReader,
     PlainTextReader,
     ToolCalling,
-    reader_of,
     tool_calling,
 )
-from lookonce.frontend.tools.parser import ContentText
+from lookonce.frontend.tools.parser import ContentText, ReasoningText
 from lookonce.render.prompt.messages import check_count, has_many_values
 from lookonce.server.http.body import receive, renaming_errors
 from lookonce.server.http.responses import encode, error_body, json_response, while_connected
@@ -193,12 +192,10 @@ class ResponsesApiBuilder:
         self._body = body
         self._sampling = sampling
         self._tools = tools
-        self._keep = () if tools is None else tools.markers
-        self._reader = LogprobsReader(
-            reader_of(tools),
-            textless=context.services.renderer.skipped(sampling, self._keep),
-            scored=sampling.logprobs is not None,
-        )
+        self._answers = AnswerReaders(tools, context.services.reasoning, context.services.renderer)
+        context.readers = self._answers
+        self._reader: LogprobsReader | None = None
+        """None before the prompt is rendered."""
         self._writer = ResponseWriter(self._response())
         self._begun = False
 
@@ -221,7 +218,13 @@ class ResponsesApiBuilder:
                     cache_salt=body.cache_salt,
                     options=_chat_options(body, tools),
                 )
-            context.add_prompt(rendered, self._sampling, self._keep)
+            sampling = self._answers.begin(rendered, self._sampling)
+            context.add_prompt(rendered, sampling, self._answers.markers)
+        self._reader = LogprobsReader(
+            self._answers.of(0),
+            textless=services.renderer.skipped(sampling, self._answers.markers),
+            scored=sampling.logprobs is not None,
+        )
 
     async def store(self) -> None:
         """Store the finished response, where it shall be."""
@@ -263,15 +266,19 @@ class ResponsesApiBuilder:
     def _add(
         self, text: str, new: Sample | Piece, finish_reason: str | None
     ) -> Iterator[ResponseStreamEvent]:
-        writer = self._writer
+        writer, reader = self._writer, self._reader
+        assert reader is not None  # the prompt is rendered first
         if self._body.enable_response_messages:
             self._raw.message += text
             self._raw.tokens += new.token_ids
-        self._reader.note(new.token_ids, self._logprobs(new))
-        for delta, logprobs in self._reader.push(text, last=finish_reason is not None):
+        self._answers.note(0, new.token_ids)
+        reader.note(new.token_ids, self._logprobs(new))
+        for delta, logprobs in reader.push(text, last=finish_reason is not None):
             match delta:
                 case ContentText(more):
                     yield from writer.content(more, logprobs)
+                case ReasoningText(more):
+                    yield from writer.reasoning(more)
                 case ToolCallDelta():
                     yield from writer.call(delta)
         if finish_reason is not None:
@@ -281,6 +288,7 @@ class ResponsesApiBuilder:
         context, response = self._context, self._writer.response
         usage = context.usage()
         details = usage.prompt_tokens_details
+        num_reasoning = self._answers.num_reasoning_tokens or 0
         response.usage = ResponseUsage(
             input_tokens=usage.prompt_tokens,
             input_tokens_details=InputTokensDetails(
@@ -289,7 +297,7 @@ class ResponsesApiBuilder:
                 audio_tokens=details.audio_tokens,
             ),
             output_tokens=usage.completion_tokens,
-            output_tokens_details=OutputTokensDetails(),
+            output_tokens_details=OutputTokensDetails(reasoning_tokens=num_reasoning),
             total_tokens=usage.total_tokens,
         )
         response.reuse_receipt = context.receipt()
@@ -350,9 +358,7 @@ class LogprobsReader:
     how the text is cut into pieces.
     """
 
-    def __init__(
-        self, reader: CallReader | PlainTextReader, *, textless: Collection[int], scored: bool
-    ) -> None:
+    def __init__(self, reader: AnswerReader, *, textless: Collection[int], scored: bool) -> None:
         """`textless`: token ids that add no text; `scored`: there are log-probabilities."""
         self._reader = reader
         self._scored = scored
@@ -368,8 +374,8 @@ class LogprobsReader:
         """What `text` adds, in the order it was written; `last`: no more text comes."""
         if not self._scored:
             return [(delta, []) for delta in self._reader.push(text, last=last)]
-        # One character at a time: a reader of calls does not tell where in the text content was.
-        pieces = text if isinstance(self._reader, CallReader) else (text,)
+        # One character at a time: other readers do not tell where in the text content was.
+        pieces = (text,) if isinstance(self._reader, PlainTextReader) else text
         parts = [scored for piece in pieces for scored in self._decided(piece, last=False)]
         if last:
             parts += self._decided("", last=True)
@@ -440,14 +446,17 @@ def _joined(scored: list[ScoredDelta]) -> list[ScoredDelta]:
             text = "".join(delta.text for delta, _ in run if isinstance(delta, ContentText))
             result.append((ContentText(text), [entry for _, entries in run for entry in entries]))
         else:
-            result += _joined_calls(run)
+            result += _joined_others(run)
     return result
 
 
-def _joined_calls(scored: list[ScoredDelta]) -> list[ScoredDelta]:
+def _joined_others(scored: list[ScoredDelta]) -> list[ScoredDelta]:
     result: list[ScoredDelta] = []
     for delta, entries in scored:
         last = result[-1][0] if result else None
+        if isinstance(last, ReasoningText) and isinstance(delta, ReasoningText):
+            result[-1] = (ReasoningText(last.text + delta.text), [])
+            continue
         more = isinstance(delta, ToolCallDelta) and delta.id is UNSET
         if isinstance(last, ToolCallDelta) and isinstance(delta, ToolCallDelta) and more:
             last.function.arguments += delta.function.arguments

@@ -9,6 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lookonce.errors import RequestFailedError
+from lookonce.frontend.reasoning import ReasoningFormat, ReasoningReader
 from lookonce.frontend.responses import TokenEntry
 from lookonce.frontend.tools.calls import (
     Function,
@@ -48,6 +49,12 @@ def rebuilt(found):
                 items[index]["content"][0]["text"] += data["delta"]
             case "output_text.done":
                 assert items[index]["content"][0]["text"] == data["text"]
+            case "reasoning_text.delta":
+                items[index]["content"][0]["text"] += data["delta"]
+            case "reasoning_text.done":
+                assert items[index]["content"][0]["text"] == data["text"]
+            case "content_part.done":
+                assert items[index]["content"] == [data["part"]]
             case "function_call_arguments.delta":
                 items[index]["arguments"] += data["delta"]
             case "function_call_arguments.done":
@@ -63,6 +70,9 @@ ANSWERS = {
     "a call": CALL,
     "words, then two calls": "Let me look.\n" + CALL + "\n" + CALL.replace("Bern", "Rom"),
     "nothing": "",
+    "a thought": "<think>Hm.</think>",
+    "a thought and words": "<think>Hm.</think>\nIt is sunny.",
+    "a thought and a call": f"<think>Hm.</think>{CALL}",
 }
 
 
@@ -70,6 +80,7 @@ ANSWERS = {
 def test_the_events_tell_what_the_response_holds(on_site, answer):
     async def scenario(site):
         with_tools(site, answer)
+        site.services.reasoning = ReasoningFormat("<think>", "</think>")
         body = {"input": "hi", "tools": [WEATHER], "max_output_tokens": 195}
         whole = (await site.client.post(URL, json=body)).json()
         response = await site.client.post(URL, json={**body, "stream": True})
@@ -134,6 +145,8 @@ def test_items_become_messages():
             {"type": "function_call", "call_id": "c2", "name": "w", "arguments": "{}"},
             {"type": "function_call_output", "call_id": "c1", "output": "sun"},
             {"type": "reasoning", "id": "rs_1", "summary": []},
+            {"type": "reasoning", "id": "rs_2", "summary": [],
+             "content": [{"type": "reasoning_text", "text": "Once more."}]},
             {"type": "function_call", "call_id": "c3", "name": "w", "arguments": "{}"},
             {"type": "function_call_output", "call_id": "c3",
              "output": [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]},
@@ -145,8 +158,10 @@ def test_items_become_messages():
     assert [call["id"] for call in read.messages[2]["tool_calls"]] == ["c1", "c2"]
     assert read.messages[2]["content"] == [{"type": "text", "text": "Let me look."}]
     assert read.messages[3] == {"role": "tool", "tool_call_id": "c1", "content": "sun"}
+    thoughts = [message.get("reasoning_content") for message in read.messages]
+    assert thoughts == [None, None, None, None, "Once more.", None]
     assert read.renamed("messages[3].content[1].text") == "input[4].content[1].text"
-    assert read.renamed("messages[5].content[1].text") == "input[7].output[1].text"
+    assert read.renamed("messages[5].content[1].text") == "input[8].output[1].text"
     assert read.renamed("messages") == "input"
     assert read.renamed("mm_processor_kwargs") == "mm_processor_kwargs"
 
@@ -170,11 +185,18 @@ TEMPLATES = {
     "llama3": "tools",
     "mistral": "tools [TOOL_CALLS]",
     "harmony": "tools " + TEMPLATE,
+    "thought": None,
+    "thought, then hermes": "tools <tool_call>",
+    "opened thought": "tools <tool_call>",
 }
 TEXTLESS = 7
 
 
 def reader(kind):
+    if "thought" in kind:
+        start = "in thought" if kind == "opened thought" else "free"
+        after = reader("none" if kind == "thought" else "hermes")
+        return ReasoningReader(ReasoningFormat("<think>", "</think>"), start, after)
     if kind == "none":
         return reader_of(None)
     asked = read_tools([Tool(type="function", function=Function(name="now"))], None, None)
@@ -205,7 +227,8 @@ def read(kind, tokens, pieces):
 
 
 FRAGMENTS = st.sampled_from(
-    [CALL, BARE, UNENDED, THOUGHT, FINAL, TO_FUNCTION, *MARKERS, "<tool_call>", "</tool_call>",
+    ["<think>", "</think>", "<think>Hm.</think>", CALL, BARE, UNENDED, THOUGHT, FINAL,
+     TO_FUNCTION, *MARKERS, "<tool_call>", "</tool_call>",
      "[TOOL_CALLS]", '{"name": "now", "parameters": {}}', ";", "\n", " ", " to", "words", "ü😀",
      "<", "<tool_", "</", "<|", '{"name":', "}", "now", "[ARGS]{}"]
 )  # fmt: skip
