@@ -40,7 +40,7 @@ function formula(match) {
 export class Markdown {
   constructor(node) {
     this.node = node;
-    this.defined = ""; // what blocks that are whole say of links: [name]: https://…
+    this.defined = ""; // what blocks that are whole say of links: [name]: address
     this.source = ""; // of the blocks that may still change
     this.blocks = []; // [source, element] of these
     this.literal = null; // the element of text that is not read
