@@ -21,9 +21,7 @@ import argparse
 import base64
 import gc
 import io
-import json
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -38,7 +36,6 @@ from tests.support.model_folders.make import make_folder
 
 PAGES = 4
 REPEATS = 7
-SETTLE_SECONDS = 0.05
 WARM_UP = 1
 A5 = (420, 595)
 """Points of 1/72 inch."""
@@ -101,17 +98,8 @@ def ask(
         {"type": "text", "text": question},
     ]
     messages = [{"role": "user", "content": content}]
-    body = json.dumps({"messages": messages, "max_tokens": 1, "temperature": 0}).encode()
-    counts = server.metrics()
-    time.sleep(SETTLE_SECONDS)  # the scrape is no part of it
-    before = server.cpu_seconds()
-    started = time.perf_counter()
-    response = client.post(f"{server.url}/v1/chat/completions", content=body)
-    took = time.perf_counter() - started
-    response.raise_for_status()
-    spent = [(now - then) * 1e3 for now, then in zip(server.cpu_seconds(), before, strict=True)]
-    after = server.metrics()
-    return (took * 1e3, *spent, *(after[name] - counts[name] for name in COUNTED))
+    body = {"messages": messages, "max_tokens": 1, "temperature": 0}
+    return server.ask(client, "/v1/chat/completions", body, COUNTED)
 
 
 def document(numbers: Sequence[int]) -> bytes:

@@ -19,9 +19,7 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,7 +32,6 @@ from benchmarks.running_server import RunningServer, running_server, set_environ
 from tests.support.model_folders.make import make_folder
 
 REPEATS = 15
-SETTLE_SECONDS = 0.05
 WARM_UP = 2
 COUNTED = ("media_decodes_total", "encoder_runs_total", "pooled_cache_hits_total")
 COLUMNS = (
@@ -85,7 +82,7 @@ def measure(
     for turn, made in enumerate(distinct_pictures(repeats + WARM_UP, size, file_format)):
         url = data_url(made)
         for name, body in inputs(turn, url):
-            figures = ask(server, client, body)
+            figures = server.ask(client, "/v1/embeddings", body, COUNTED)
             if turn >= WARM_UP:
                 rows.setdefault(name, []).append(figures)
     return rows
@@ -104,18 +101,3 @@ def inputs(turn: int, url: str) -> Iterator[tuple[str, dict[str, Any]]]:
         part = {"type": "text", "text": text}
         content = [picture, part] if picture else [part]
         yield name, {"messages": [{"role": "user", "content": content}]}
-
-
-def ask(server: RunningServer, client: httpx.Client, body: Mapping[str, Any]) -> tuple[float, ...]:
-    """One request: the figures of the columns."""
-    encoded = json.dumps(body).encode()
-    counts = server.metrics()
-    time.sleep(SETTLE_SECONDS)  # the scrape is no part of it
-    before = server.cpu_seconds()
-    started = time.perf_counter()
-    response = client.post(f"{server.url}/v1/embeddings", content=encoded)
-    took = time.perf_counter() - started
-    response.raise_for_status()
-    spent = [(now - then) * 1e3 for now, then in zip(server.cpu_seconds(), before, strict=True)]
-    after = server.metrics()
-    return (took * 1e3, *spent, *(after[name] - counts[name] for name in COUNTED))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,8 @@ from lookonce.errors import UnavailableError
 
 START_SECONDS = 300.0
 POLL_SECONDS = 0.01
+SETTLE_SECONDS = 0.05
+"""In which a server has finished what a scrape or an answer leaves behind."""
 URL = re.compile(r"http://[0-9.]+:[0-9]+")
 _METRIC = re.compile(r"^(?P<name>\w+)(?P<labels>\{[^}]*\})? (?P<value>\S+)$")
 
@@ -60,6 +63,23 @@ class RunningServer:
                 name = found["name"].removeprefix("lookonce_")
                 totals[name] = totals.get(name, 0.0) + float(found["value"])
         return totals
+
+    def ask(
+        self, client: httpx.Client, path: str, body: Mapping[str, object], counted: Sequence[str]
+    ) -> tuple[float, ...]:
+        """Ask once: its milliseconds, the CPU milliseconds of `cpu_seconds`, and how much each
+        metric of `counted` has grown. Raises `httpx.HTTPStatusError` for a refusal."""
+        encoded = json.dumps(body).encode()
+        counts = self.metrics()
+        time.sleep(SETTLE_SECONDS)  # the scrape is no part of it
+        before = self.cpu_seconds()
+        started = time.perf_counter()
+        response = client.post(f"{self.url}{path}", content=encoded)
+        took = time.perf_counter() - started
+        response.raise_for_status()
+        spent = [(now - then) * 1e3 for now, then in zip(self.cpu_seconds(), before, strict=True)]
+        after = self.metrics()
+        return (took * 1e3, *spent, *(after[name] - counts[name] for name in counted))
 
 
 @contextmanager

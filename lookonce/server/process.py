@@ -21,13 +21,12 @@ import socket
 import ssl
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import uvicorn
 import uvloop
 
 from lookonce.config import (
@@ -48,17 +47,8 @@ from lookonce.render.media.fetch import fetch_ssl_context
 from lookonce.render.prompt.encoder import PromptEncoder
 from lookonce.render.renderer import preloaded_encoder
 from lookonce.server.http.app import WEBSOCKETS, build_app
-from lookonce.server.http.connections import (
-    Acceptor,
-    Connections,
-    HttpProtocol,
-    allowed_connections,
-)
-from lookonce.server.http.websocket import (
-    MAX_MESSAGE_BYTES,
-    PING_TIMEOUT_SECONDS,
-    WebSocketProtocol,
-)
+from lookonce.server.http.connections import Connections
+from lookonce.server.http.uvicorn_server import AcceptingServer
 from lookonce.server.otlp import exporting
 from lookonce.server.services import Services, open_services
 from lookonce.server.warmup import warming_up
@@ -68,8 +58,6 @@ from lookonce.types.stack_samples import listen_for_samples
 
 logger = logging.getLogger("lookonce.server")
 
-TICKS_PER_SWEEP = 10
-"""uvicorn ticks ten times a second."""
 TRIM_BYTES = 64 << 20
 """After so many bytes were received freed memory is given back to the system: bodies, abandoned
 ones too, would leave it in pieces that stay with this process."""
@@ -108,8 +96,8 @@ class ApiStart(msgspec.Struct, frozen=True, kw_only=True):
     """Variables of the environment that the fork server does not have, nor its workers."""
 
 
-class ApiServer(uvicorn.Server):
-    """uvicorn's server behind an `Acceptor`; it leaves signals to `DrainOnSignal`."""
+class ApiServer(AcceptingServer):
+    """The server of an API process; signals are for `DrainOnSignal`."""
 
     def __init__(
         self,
@@ -119,27 +107,15 @@ class ApiServer(uvicorn.Server):
         on_serving: Callable[[], None] = lambda: None,
     ) -> None:
         """`on_serving` is called once, when connections are accepted."""
-        super().__init__(uvicorn_config(app))
-        self._connections = connections or Connections(ConnectionConfig())
-        self._tls = tls
+        super().__init__(app, connections or Connections(ConnectionConfig()), tls)
         self._on_serving = on_serving
         self._traffic_before = self._rested = self._connections.traffic
         """At the last sweep, and when memory was given back at rest."""
         self._trimmed = 0
         """Bytes that had been received when memory was given back."""
 
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        assert sockets, "serve(sockets=[listener])"
-        await self.lifespan.startup()
-        self._connections.most = allowed_connections(self._connections.limits)
-        acceptor = Acceptor(sockets[0], self._connections, self._protocol, self._tls)
-        acceptor.resume()
-        self.servers = [acceptor]  # type: ignore[list-item]
-        self.started = True
+        await super().startup(sockets)
         self._on_serving()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -160,23 +136,9 @@ class ApiServer(uvicorn.Server):
         tls_context(config.ssl_certfile, config.ssl_keyfile)  # a context half changed would break
         load_certificate(self._tls, config.ssl_certfile, config.ssl_keyfile)
 
-    def _protocol(self, address: str | None) -> HttpProtocol:
-        return HttpProtocol(
-            self.config,
-            self.server_state,
-            self.lifespan.state,
-            connections=self._connections,
-            address=address,
-        )
-
-    async def on_tick(self, counter: int) -> bool:
-        if counter % TICKS_PER_SWEEP == 0:
-            self._connections.sweep(asyncio.get_running_loop().time())
-            await self._give_memory_back()
-        return await super().on_tick(counter)
-
-    async def _give_memory_back(self) -> None:
-        """Where enough was received since the last time, and where less was and no more comes."""
+    async def swept(self) -> None:
+        """Give memory back where enough was received since the last time, and where less was and
+        no more comes."""
         seen = self._connections.traffic
         rests, self._traffic_before = seen == self._traffic_before, seen
         received, ended = seen[0] - self._rested[0], seen[1] - self._rested[1]
@@ -243,25 +205,6 @@ def settle_memory() -> None:
     gc.freeze()
     gc.set_threshold(YOUNG_OBJECTS, *gc.get_threshold()[1:])
     give_memory_back()
-
-
-def uvicorn_config(app: object) -> uvicorn.Config:
-    return uvicorn.Config(
-        app,  # type: ignore[arg-type]
-        interface="asgi3",
-        loop="uvloop",
-        http=HttpProtocol,
-        ws=WebSocketProtocol,
-        ws_max_size=MAX_MESSAGE_BYTES,
-        ws_ping_timeout=PING_TIMEOUT_SECONDS,
-        ws_per_message_deflate=False,  # base64 of sound hardly shrinks, and bombs are made of it
-        lifespan="off",
-        log_config=None,
-        access_log=False,
-        proxy_headers=False,  # no route uses the client's address or scheme
-        server_header=False,
-        timeout_graceful_shutdown=1,
-    )
 
 
 class DrainOnSignal:

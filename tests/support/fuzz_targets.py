@@ -61,7 +61,7 @@ from lookonce.server.http.body import parse_reporting
 from lookonce.server.http.connections import Connections, HttpProtocol
 from lookonce.server.http.multipart import Form, FormParser
 from lookonce.server.http.request_guard import PRIVATE_DOMAINS, RequestGuard
-from lookonce.server.process import uvicorn_config
+from lookonce.server.http.uvicorn_server import uvicorn_config
 from lookonce.types.kv import TierSpec
 from lookonce.types.media import Array
 from tests.support.ipc_samples import engine_messages, item, request, update

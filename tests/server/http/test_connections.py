@@ -18,7 +18,7 @@ from lookonce.server.http.connections import (
     _client_address,
     allowed_connections,
 )
-from lookonce.server.process import uvicorn_config
+from lookonce.server.http.uvicorn_server import uvicorn_config
 from lookonce.types.counts import Counts
 from tests.support.raw_sockets import VERSION, is_open
 
