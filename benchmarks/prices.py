@@ -43,9 +43,9 @@ ANSWER = 48
 REPEATS = 3
 TIER_LENGTHS, TIER_LOADS, TIER_BYTES = (100, 1500), 12, 256 << 20
 ASKED = 30
+"""Requests of each kind to the server."""
 DECODED_CONTEXT = 70
 """Tokens before one that is decoded in `with_server_steps`, about."""
-"""Requests of each kind to the server."""
 SIZES = {"512": 512 * 512, "1024": 1024 * 1024}
 
 

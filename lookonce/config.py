@@ -15,6 +15,7 @@ import secrets
 import ssl
 import sys
 import tempfile
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.util import find_spec
@@ -734,20 +735,38 @@ def _keys_of_file(path: str | None) -> tuple[ApiKey, ...]:
     """
     if path is None:
         return ()
+    keys = [
+        dataclasses.replace(_api_key(text, where), from_file=True)
+        for where, text in _key_lines(path)
+    ]
+    if not keys:
+        raise ConfigError(f"--api-key-file: {path} has no key")
+    return tuple(keys)
+
+
+def first_key(path: str | None) -> str | None:
+    """The first key of a key file as clients send it, by which a front-end asks its engines; None
+    without a file or a key. Raises `ConfigError`."""
+    lines = () if path is None else _key_lines(path)
+    parts = (text.partition(EXPIRES)[0].split(":") for _, text in lines)
+    return next((_tenant_and_key(each)[1] for each in parts), None)
+
+
+def _key_lines(path: str) -> Iterator[tuple[str, str]]:
+    """Where each key of a file stands, and its line."""
     try:
         with Path(path).open(encoding="utf-8") as file:
             lines = file.read(MAX_KEY_FILE_BYTES).splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise ConfigError(f"--api-key-file: {path} cannot be read: {reason}") from None
-    keys = [
-        dataclasses.replace(_api_key(text, f"--api-key-file: line {number}"), from_file=True)
-        for number, line in enumerate(lines, 1)
-        if (text := line.strip()) and not text.startswith("#")
-    ]
-    if not keys:
-        raise ConfigError(f"--api-key-file: {path} has no key")
-    return tuple(keys)
+    for number, line in enumerate(lines, 1):
+        if (text := line.strip()) and not text.startswith("#"):
+            yield f"--api-key-file: line {number}", text
+
+
+def _tenant_and_key(parts: Sequence[str]) -> tuple[str, str]:
+    return ("", parts[0]) if len(parts) == 1 else (parts[0], parts[1])
 
 
 def _api_key(spec: str, where: str) -> ApiKey:
@@ -760,7 +779,7 @@ def _api_key(spec: str, where: str) -> ApiKey:
             f"{where} is not KEY, TENANT:KEY, TENANT:KEY:inject or TENANT:KEY:admin, with or "
             f"without {EXPIRES}DATE at its end"
         )
-    tenant, key = ("", parts[0]) if len(parts) == 1 else (parts[0], parts[1])
+    tenant, key = _tenant_and_key(parts)
     return ApiKey(
         digest=key_digest(key),
         tenant=tenant,

@@ -44,7 +44,7 @@ from ray.serve.config import (
 from ray.serve.request_router import FIFOMixin, RequestRouter
 
 from lookonce import __version__
-from lookonce.config import Options, resolve
+from lookonce.config import Options, first_key, resolve
 from lookonce.fleet import replicas
 from lookonce.fleet.config import EngineGroup, FleetConfig
 from lookonce.fleet.frontend import EngineAddress, Fleet, Frontend
@@ -272,17 +272,6 @@ class FrontendReplica:
         with contextlib.suppress(AttributeError, RuntimeError):
             asyncio.run_coroutine_threadsafe(self._server.stop(), self._loop)
             self._thread.join(self._config.drain_timeout + 10.0)
-
-
-def first_key(path: str | None) -> str | None:
-    """A key of the file, by which a front-end asks engines what they serve."""
-    if path is None:
-        return None
-    for text in Path(path).read_text(encoding="utf-8").splitlines():
-        if text.strip() and not text.startswith("#"):
-            parts = text.strip().split(":")
-            return parts[0] if len(parts) == 1 else parts[1]
-    return None
 
 
 # --- the application -----------------------------------------------------------------------------

@@ -242,7 +242,6 @@ class Frontend:
         self.responses: Counter[int] = Counter()
         self.retried = 0
         self.decision_seconds = 0.0
-        self.decisions = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":
@@ -333,7 +332,6 @@ class Frontend:
                 await self._no_engine(exchange, identity, failed)
                 return
             self.decision_seconds += time.perf_counter() - began
-            self.decisions += 1
             try:
                 done = await self._forward(exchange, body, request_id, route)
             except EngineLostError:
@@ -538,7 +536,7 @@ class Frontend:
             await send({"type": "websocket.close", "code": 1013})
             return
         try:
-            http = route.engine.name and self._fleet.members[route.engine.name].address.http
+            http = self._fleet.members[route.engine.name].address.http
             path = http.removeprefix("unix:") if http.startswith("unix:") else None
             host = "localhost" if path is not None else http
             query = scope["query_string"].decode("latin-1")

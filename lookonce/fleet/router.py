@@ -569,7 +569,7 @@ class Router:
         """A block that is not known is being computed."""
         if block is None or number not in self._followed:
             return False
-        return not self.blocks.holders(block) >> number & 1
+        return not self.blocks.holds(number, block)
 
     def _length(self, medium: Medium, key: int) -> float:
         known = self._lengths.get(key)

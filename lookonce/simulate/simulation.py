@@ -102,11 +102,6 @@ class LargeFleetRouter(Router):
                 holders ^= lowest
             yield numbers
 
-    def _is_evicted(self, block: int | None, number: int) -> bool:
-        if block is None or number not in self._followed:
-            return False
-        return not self.blocks.holds(number, block)
-
 
 class PriceRouter:
     """The fleet's own router, and what a front-end tells it."""
@@ -496,8 +491,3 @@ class Simulation:
             engine.check_integrity()
         if isinstance(self.router, PriceRouter):
             self.router.router.check_integrity()
-
-
-def simulate(requests: Sequence[TraceRequest], spec: FleetSpec, prices: Prices) -> Outcome:
-    """Serve a trace. Raises `ConfigError`."""
-    return Simulation(spec, prices).run(requests)
