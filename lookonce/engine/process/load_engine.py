@@ -128,11 +128,7 @@ def make_runner(
         max_num_seqs=settings.scheduler.max_num_seqs,
         max_num_batched_tokens=settings.scheduler.max_num_batched_tokens,
         threads=threads,
-        num_snapshots=(
-            settings.kv.state_cache_bytes // loaded.info.state_bytes
-            if loaded.info.state_bytes
-            else 0
-        ),
+        num_snapshots=settings.kv.num_snapshots(loaded.info.state_bytes),
     )
 
 
