@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 SERVES := $(VENV)/.serves
 STAMP := $(VENV)/.installed
 
-.PHONY: setup serve wheel test types lint test-models test-lmcache test-page page-pictures test-openapi test-clients test-open-webui test-fleet test-whisper test-alerts test-otel check structure format attack fuzz soak clean
+.PHONY: setup serve wheel test types lint test-models test-cuda test-lmcache test-page page-pictures test-openapi test-clients test-open-webui test-fleet test-whisper test-alerts test-otel check structure format attack fuzz soak clean
 
 # Tests run side by side, so numeric libraries get one thread each in them; a server uses all cores.
 check types lint test test-lmcache test-page test-openapi test-clients test-open-webui test-fleet test-whisper test-alerts test-otel attack fuzz soak: export OMP_NUM_THREADS ?= 1
@@ -94,8 +94,15 @@ test-lmcache: $(LMCACHE_VENV)/.installed
 # Every text-only type that transformers knows, served as listed or refused, all types with media that the
 # general family serves, and what `make test` tries with some types, with all.
 test-models: $(STAMP)
-	@ALL_MODELS=1 $(BIN)/python -m pytest --numprocesses 2 --timeout 3600 $(addprefix tests/model/test_,general_text.py general_media.py states.py parity.py parity_chat.py parity_controls.py) \
+	@ALL_MODELS=1 $(BIN)/python -m pytest --numprocesses 2 --timeout 3600 $(addprefix tests/model/test_,general_text.py general_media.py states.py parity.py parity_chat.py parity_controls.py device_waits.py) \
 	  tests/server/routes/test_render.py tests/end_to_end/test_general_media.py
+
+# On the first NVIDIA GPU: steps that wait once, with the answers of a CPU, and the start of what a server needs.
+# Skipped by name without one.
+test-cuda: $(STAMP)
+	@if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
+	  ALL_MODELS=1 TEST_CUDA=1 $(BIN)/python -m pytest --timeout 900 -n0 tests/model/test_device_waits.py && $(BIN)/lookonce doctor --gpu; \
+	else echo "test-cuda: skipped, torch finds no NVIDIA GPU here"; fi
 
 # The web page in a real browser, and axe-core over it. Skipped by name where Chromium cannot be installed.
 test-page: $(STAMP)

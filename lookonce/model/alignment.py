@@ -8,7 +8,7 @@ cheapest monotonous path through them gives each token its position. As transfor
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lookonce.model.attention.cross import Recording
+from lookonce.model.device import StepReads
 from lookonce.types.sampling import Alignment
 from lookonce.types.step import NewSequence, ScheduledSequence
 
@@ -62,11 +63,14 @@ class Aligner:
         return found
 
     def align(
-        self, chunks: Sequence[ScheduledSequence], recordings: dict[int, Recording]
-    ) -> dict[int, list[int]]:
+        self,
+        chunks: Sequence[ScheduledSequence],
+        recordings: dict[int, Recording],
+        reads: StepReads,
+    ) -> Callable[[], dict[int, list[int]]]:
         """The input position of each token from `Alignment.start` on, of the prompts that are
-        computed now."""
-        aligned = {}
+        computed now, once `reads` were waited for."""
+        aligned: dict[int, tuple[Tensor, Alignment]] = {}
         for chunk in chunks:
             recording = recordings.get(chunk.seq_id)
             if recording is None:
@@ -78,12 +82,12 @@ class Aligner:
             if chunk.start + chunk.num_tokens >= wanted.num_prompt_tokens:
                 weights = torch.cat(list(wanted.weights.values()), dim=1)
                 weights = weights[:, wanted.alignment.start :]
-                aligned[chunk.seq_id] = aligned_positions(weights, wanted.alignment)
-        return aligned
+                aligned[chunk.seq_id] = reads.later(weights), wanted.alignment
+        return lambda: {seq_id: aligned_positions(*each) for seq_id, each in aligned.items()}
 
 
 def aligned_positions(weights: Tensor, alignment: Alignment) -> list[int]:
-    """weights [heads, tokens, positions] → a position per token, which never decreases."""
+    """weights [heads, tokens, positions] on the host → a position per token, which never falls."""
     weights = weights[..., : alignment.positions].float()
     if weights.shape[1] == 0 or weights.shape[2] == 0:
         return [0] * weights.shape[1]
@@ -91,7 +95,7 @@ def aligned_positions(weights: Tensor, alignment: Alignment) -> list[int]:
     mean = weights.mean(dim=-2, keepdim=True)
     weights = (weights - mean) / std.clamp(min=STD_FLOOR)
     matrix = _median_filtered(weights, alignment.filter_width).mean(dim=0)
-    texts, times = dynamic_time_warping(-matrix.double().cpu().numpy())
+    texts, times = dynamic_time_warping(-matrix.double().numpy())
     jumps = np.pad(np.diff(texts), (1, 0), constant_values=1).astype(bool)
     positions: list[int] = times[jumps].tolist()
     return positions

@@ -6,7 +6,6 @@ Which outputs are held, moved or dropped is the scheduler's decision, told in ea
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -16,6 +15,7 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from lookonce.errors import LookOnceError, RequestFailedError
+from lookonce.model.device import DeviceTimer, StepReads, to_device
 from lookonce.model.families.base import ModelFamily, Tensors
 from lookonce.types.media import ITEM_SIZE, Array, Modality, ProcessedItem
 from lookonce.types.step import EmbedSlice, EncodeItem, ReceivedOutput, StepPlan
@@ -34,6 +34,20 @@ class EncodeReport:
     """How long each item took to encode; items of one call share its time equally."""
     lost_copies: list[bytes] = field(default_factory=list)
     """Outputs that could not be copied to host memory."""
+    made: list[_Made] = field(default_factory=list)
+    """Outputs of which it is not known yet whether they are finite; `EncoderRunner.check` empties
+    it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """Outputs of one call."""
+
+    modality: Modality
+    keys: tuple[bytes, ...]
+    finite: Tensor
+    """[len(keys)] on the host, once the step was waited for."""
+    timer: DeviceTimer
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +83,9 @@ class EncoderRunner:
     def num_host_bytes(self) -> int:
         return self._host.num_bytes
 
-    def execute(self, plan: StepPlan) -> EncodeReport:
-        """Move and drop outputs as the plan says, then encode its items."""
+    def execute(self, plan: StepPlan, reads: StepReads) -> EncodeReport:
+        """Move and drop outputs as the plan says, then encode its items. Once `reads` were waited
+        for, `check` completes the report."""
         report = EncodeReport()
         self._host.drop(plan.dropped_host)
         for key in plan.offload:
@@ -80,22 +95,48 @@ class EncoderRunner:
             self._restore(key, report)
         for received in plan.received:
             self._receive(received, report)
-        return self.run(plan.encode, report)
+        self._encode_all(plan.encode, report, reads)
+        return report
 
     def drop(self, keys: Iterable[bytes]) -> None:
         for key in keys:
             self._outputs.pop(key, None)
 
-    def run(self, items: Sequence[EncodeItem], report: EncodeReport | None = None) -> EncodeReport:
+    def run(self, items: Sequence[EncodeItem]) -> EncodeReport:
         """Encode each item that is not held yet. An item that fails does not fail the others."""
-        report = report or EncodeReport()
+        report, reads = EncodeReport(), StepReads(self._device)
+        self._encode_all(items, report, reads)
+        reads.wait()
+        self.check(report)
+        return report
+
+    def _encode_all(
+        self, items: Sequence[EncodeItem], report: EncodeReport, reads: StepReads
+    ) -> None:
         groups: dict[_BatchKey, list[_Job]] = {}
         for item in items:
             if item.key not in self._outputs:
                 self._prepare(item, groups, report)
         for (modality, _, _), jobs in groups.items():
-            self._encode_group(modality, jobs, report)
-        return report
+            self._encode_group(modality, jobs, report, reads)
+
+    def check(self, report: EncodeReport) -> bool:
+        """Complete a report, once its reads were waited for; outputs that are not finite are
+        dropped: one must never be reused. Whether there was any."""
+        before = len(report.failed)
+        for made in report.made:
+            share = made.timer.seconds / len(made.keys)
+            for key, is_finite in zip(made.keys, made.finite.tolist(), strict=True):
+                if is_finite:
+                    report.seconds[key] = share
+                    continue
+                self.drop([key])
+                logger.warning("an encoder output is not finite", extra={"modality": made.modality})
+                report.failed[key] = RequestFailedError(
+                    f"the {made.modality} could not be encoded: the output is not finite"
+                )
+        report.made.clear()
+        return len(report.failed) > before
 
     def output(self, key: bytes) -> Tensor:
         """The output [num_embeds, row_width]. Raises `KeyError` for a key that is not held."""
@@ -127,7 +168,7 @@ class EncoderRunner:
     def _receive(self, received: ReceivedOutput, report: EncodeReport) -> None:
         try:
             output = to_tensor(received.output)
-            self._outputs[received.key] = output.to(device=self._device, dtype=self._dtype)
+            self._outputs[received.key] = to_device(output, self._device, self._dtype)
         except torch.AcceleratorError:
             raise
         except RuntimeError as error:
@@ -148,30 +189,27 @@ class EncoderRunner:
         alone = item.key if batch is None else None
         groups.setdefault((modality, batch, alone), []).append(job)
 
-    def _encode_group(self, modality: Modality, jobs: list[_Job], report: EncodeReport) -> None:
+    def _encode_group(
+        self, modality: Modality, jobs: list[_Job], report: EncodeReport, reads: StepReads
+    ) -> None:
         """Encode all in one call; if that fails, each alone, so that only faulty items fail."""
-        started = time.perf_counter()
+        timer = DeviceTimer(self._device)
         try:
             outputs = self._encode(modality, jobs)
+            finite = reads.later(torch.stack([output.isfinite().all() for output in outputs]))
         except torch.AcceleratorError:
             raise  # the device is lost, not the item
         except COMPUTE_ERRORS as error:
             if len(jobs) > 1:
                 for job in jobs:
-                    self._encode_group(modality, [job], report)
+                    self._encode_group(modality, [job], report, reads)
             else:
                 report.failed[jobs[0].key] = _failure(modality, error)
             return
-        share = (time.perf_counter() - started) / len(jobs)
-        for job, output, finite in zip(jobs, outputs, _are_finite(outputs), strict=True):
-            if finite:
-                self._outputs[job.key] = output
-                report.seconds[job.key] = share
-            else:
-                logger.warning("an encoder output is not finite", extra={"modality": modality})
-                report.failed[job.key] = RequestFailedError(
-                    f"the {modality} could not be encoded: the output is not finite"
-                )
+        timer.stop()
+        keys = tuple(job.key for job in jobs)
+        self._outputs.update(zip(keys, outputs, strict=True))
+        report.made.append(_Made(modality, keys, finite, timer))
 
     def _encode(self, modality: Modality, jobs: list[_Job]) -> list[Tensor]:
         outputs = self._family.encode(modality, [job.tensors for job in jobs])
@@ -179,10 +217,7 @@ class EncoderRunner:
             expected = (job.num_embeds, self._family.row_width)
             if output.shape != expected:
                 raise ValueError(f"encoder gave {tuple(output.shape)} rows, not {expected}")
-        owned = [_owned(output, self._dtype) for output in outputs]
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # so that a failure shows here, not later
-        return owned
+        return [_owned(output, self._dtype) for output in outputs]
 
 
 class OutputCopier:
@@ -209,13 +244,6 @@ def _owned(output: Tensor, dtype: torch.dtype) -> Tensor:
     if output.untyped_storage().nbytes() > output.nbytes or not output.is_contiguous():
         return output.clone(memory_format=torch.contiguous_format)
     return output
-
-
-def _are_finite(outputs: Sequence[Tensor]) -> list[bool]:
-    """Whether all values of each output are finite; one that is not must never be reused."""
-    if bool(torch.cat(list(outputs)).isfinite().all()):
-        return [True] * len(outputs)
-    return [bool(output.isfinite().all()) for output in outputs]
 
 
 def _failure(modality: Modality, error: Exception) -> RequestFailedError:
@@ -287,5 +315,5 @@ def item_tensors(
     for name, array in item.arrays.items():
         tensor = to_tensor(array)
         wanted = dtype if tensor.is_floating_point() else tensor.dtype
-        tensors[name] = tensor.to(device=device, dtype=wanted)
+        tensors[name] = to_device(tensor, device, wanted)
     return tensors

@@ -8,7 +8,7 @@ results never depend on the order in which a sort leaves ties.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
+from lookonce.model.device import StepReads, to_device
 from lookonce.model.native import compiled
 from lookonce.types.request import PromptLogprob, TokenLogprob
 from lookonce.types.sampling import SamplingParams, TokenRules
@@ -169,9 +170,8 @@ class TokenRuleState:
             self._note_time(token)
 
     @staticmethod
-    def _known(token_ids: Sequence[int], vocab_size: int) -> Tensor | None:
-        known = sorted({token for token in token_ids if 0 <= token < vocab_size})
-        return torch.tensor(known, dtype=torch.long) if token_ids else None
+    def _known(token_ids: Sequence[int], vocab_size: int) -> NDArray[np.int64] | None:
+        return _known(token_ids, vocab_size) if token_ids else None
 
     def take(self, token: int) -> None:
         self._output.append(token)
@@ -185,13 +185,14 @@ class TokenRuleState:
     def apply(self, scores: Tensor) -> None:
         """Set the scores [V] of tokens that may not come next to -inf, in place."""
         if self._only is not None:
-            kept = scores[self._only]
+            only = to_device(self._only, scores.device)
+            kept = scores[only]
             scores.fill_(-math.inf)
-            scores[self._only] = kept
+            scores[only] = kept
         if self._suppressed_first is not None and not self._output:
-            scores[self._suppressed_first] = -math.inf
+            scores[to_device(self._suppressed_first, scores.device)] = -math.inf
         if self._suppressed is not None:
-            scores[self._suppressed] = -math.inf
+            scores[to_device(self._suppressed, scores.device)] = -math.inf
         begin = self.rules.timestamp_begin
         if begin is not None and 0 < begin < len(scores):
             self._apply_timestamps(scores, begin)
@@ -214,19 +215,23 @@ class TokenRuleState:
             if self.rules.max_initial_timestamp is not None:
                 scores[begin + self.rules.max_initial_timestamp + 1 :] = -math.inf
         logprobs = scores.log_softmax(dim=-1)
-        if bool(logprobs[begin:].logsumexp(dim=-1) > logprobs[:begin].max()):
-            scores[:begin] = -math.inf
+        is_time = logprobs[begin:].logsumexp(dim=-1) > logprobs[:begin].max()
+        scores[:begin].masked_fill_(is_time, -math.inf)
 
 
-def argmax(scores: Tensor) -> list[int]:
+def argmax(scores: Tensor) -> Tensor:
     """[n, V] → n tokens; `FAILED` where the largest is NaN or infinite."""
-    if compiled.kernels is not None and scores.is_cpu and _is_plain(scores):
-        return compiled.kernels.argmax(scores)
     if scores.is_cpu:
-        return _argmax_in_place(scores.numpy())
+        return torch.tensor(argmax_on_host(scores), dtype=torch.long)
     highest, best = scores.max(dim=-1)
-    tokens: list[int] = torch.where(highest.isfinite(), best, FAILED).tolist()
-    return tokens
+    return torch.where(highest.isfinite(), best, FAILED)
+
+
+def argmax_on_host(scores: Tensor) -> list[int]:
+    """`argmax` of scores on a CPU."""
+    if compiled.kernels is not None and _is_plain(scores):
+        return compiled.kernels.argmax(scores)
+    return _argmax_in_place(scores.numpy())
 
 
 def _is_plain(scores: Tensor) -> bool:
@@ -251,7 +256,7 @@ def block(scores: Tensor, blocked: Sequence[tuple[int, NDArray[np.int64]]]) -> N
 def keep_only(scores: Tensor, kept: Sequence[tuple[int, NDArray[np.int64]]]) -> None:
     """Set the scores of all tokens but (row, token ids) to -inf in these rows, in place."""
     for row, token_ids in kept:
-        ids = torch.from_numpy(token_ids).to(scores.device)
+        ids = to_device(token_ids, scores.device)
         values = scores[row, ids]
         scores[row] = -math.inf
         scores[row, ids] = values
@@ -268,10 +273,11 @@ def allow_only(scores: Tensor, rows: list[int], allowed: NDArray[np.uint8]) -> N
     `allowed` [len(rows), mask_bytes(V)]: bit `t % 8` of byte `t // 8` is token `t`.
     """
     device, vocab_size = scores.device, scores.shape[1]
-    packed = torch.from_numpy(allowed).to(device)
-    bits = torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8, device=device)
+    packed = to_device(allowed, device)
+    bits = 1 << torch.arange(8, dtype=torch.uint8, device=device)
     forbidden = (packed[:, :, None] & bits).flatten(1)[:, :vocab_size] == 0
-    scores[rows] = scores[rows].masked_fill_(forbidden, -math.inf)
+    at = to_device(np.array(rows), device)
+    scores.index_copy_(0, at, scores.index_select(0, at).masked_fill_(forbidden, -math.inf))
 
 
 def add_bias(scores: Tensor, biased: Sequence[tuple[int, NamedTokens]]) -> None:
@@ -306,15 +312,14 @@ def penalise(scores: Tensor, penalised: list[tuple[int, SamplingParams, TokenCou
     scores[rows, ids] = values
 
 
-def draw(scores: Tensor, filters: list[RowFilter], uniform: NDArray[np.float64]) -> list[int]:
+def draw(scores: Tensor, filters: list[RowFilter], uniform: NDArray[np.float64]) -> Tensor:
     """One token per row of `scores` [n, V]; `FAILED` where they hold NaN or infinity."""
     cold = np.asarray([1 / row.temperature for row in filters], np.float32)
     probs = torch.softmax(scores * _like(scores, cold)[:, None], dim=-1)
     probs = _apply_top_k_top_p(_apply_min_p(probs, filters), filters)
-    tokens = _inverse_cdf(probs, torch.from_numpy(uniform).to(scores.device))
+    tokens = _inverse_cdf(probs, to_device(uniform, scores.device))
     # Anything not finite among a row's scores has made its whole softmax NaN.
-    chosen: list[int] = torch.where(probs[:, 0].isfinite(), tokens, FAILED).tolist()
-    return chosen
+    return torch.where(probs[:, 0].isfinite(), tokens, FAILED)
 
 
 def _inverse_cdf(probs: Tensor, uniform: Tensor) -> Tensor:
@@ -360,9 +365,9 @@ def _apply_top_k_top_p(probs: Tensor, filters: list[RowFilter]) -> Tensor:
         return probs
     if len(narrowed) == len(filters):
         return _cut(probs, _find_thresholds(probs, filters))
-    thresholds = probs.new_zeros(len(filters))
-    thresholds[narrowed] = _find_thresholds(probs[narrowed], [filters[i] for i in narrowed])
-    return _cut(probs, thresholds)
+    at = to_device(np.array(narrowed), probs.device)
+    found = _find_thresholds(probs.index_select(0, at), [filters[i] for i in narrowed])
+    return _cut(probs, probs.new_zeros(len(filters)).index_copy_(0, at, found))
 
 
 def _cut(probs: Tensor, threshold: Tensor) -> Tensor:
@@ -370,24 +375,30 @@ def _cut(probs: Tensor, threshold: Tensor) -> Tensor:
 
 
 def _find_thresholds(probs: Tensor, filters: list[RowFilter]) -> Tensor:
-    """Each row's smallest kept probability [n], found by ranking as few tokens as possible."""
+    """Each row's smallest kept probability [n], found by ranking as few tokens as possible.
+
+    Whether a few are enough shows in the values, which only a CPU can look at in between: on any
+    other device all tokens are ranked, unless every row has a top-k.
+    """
     vocab_size = probs.shape[1]
-    largest_k = max((row.top_k for row in filters if row.top_k < vocab_size), default=1)
+    limited = [row.top_k for row in filters if row.top_k < vocab_size]
+    largest_k = max(limited, default=1)
+    if not probs.is_cpu:
+        enough = largest_k if len(limited) == len(filters) else vocab_size
+        return _thresholds(probs, filters, enough)[0]
     threshold = probs.new_zeros(len(filters))
     rows = list(range(len(filters)))
     for count in NUCLEUS_CANDIDATES:
         candidates = min(vocab_size, max(largest_k, count))
         found, settled = _thresholds(probs[rows], [filters[i] for i in rows], candidates)
         threshold[rows] = found
-        rows = [row for row, done in zip(rows, settled, strict=True) if not done]
+        rows = [row for row, done in zip(rows, settled.tolist(), strict=True) if not done]
         if not rows:
             break
     return threshold
 
 
-def _thresholds(
-    probs: Tensor, filters: list[RowFilter], candidates: int
-) -> tuple[Tensor, list[bool]]:
+def _thresholds(probs: Tensor, filters: list[RowFilter], candidates: int) -> tuple[Tensor, Tensor]:
     """Each row's smallest kept probability, and whether the `candidates` largest determine it.
 
     top-p keeps the fewest largest tokens whose probabilities, renormalised within the top-k, reach
@@ -395,8 +406,8 @@ def _thresholds(
     """
     vocab_size = probs.shape[1]
     ordered = largest(probs, candidates)[0].double()
-    top_k = torch.tensor([row.top_k for row in filters], device=probs.device)[:, None]
-    top_p = torch.tensor([row.top_p for row in filters], device=probs.device)[:, None].double()
+    top_k = to_device(np.array([row.top_k for row in filters]), probs.device)[:, None]
+    top_p = to_device(np.array([row.top_p for row in filters]), probs.device)[:, None]
     within = torch.arange(candidates, device=probs.device) < top_k
     running = (ordered * within).cumsum(dim=-1)
     total = torch.where(top_k < vocab_size, running[:, -1:], probs.sum(dim=-1, keepdim=True))
@@ -404,8 +415,7 @@ def _thresholds(
     kept = within & ((before < top_p * total) | (top_p >= 1))
     last = kept.sum(dim=-1, keepdim=True).clamp_(min=1) - 1
     settled = (top_k < vocab_size) | (last < candidates - 1) | (candidates == vocab_size)
-    done: list[bool] = settled[:, 0].tolist()
-    return ordered.gather(1, last)[:, 0].to(probs.dtype), done
+    return ordered.gather(1, last)[:, 0].to(probs.dtype), settled[:, 0]
 
 
 def largest(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -429,36 +439,51 @@ def largest(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return top.values, ids.gather(1, top.indices)
 
 
-def logprobs(logits: Tensor, token_ids: list[int], wanted: list[int]) -> list[TokenLogprob]:
-    """Log-probabilities under `logits` [n, V]: each row's token and `wanted` likeliest ones."""
-    if not token_ids:
-        return []
+def logprobs(
+    logits: Tensor, tokens: Tensor, wanted: list[int], reads: StepReads
+) -> Callable[[], list[TokenLogprob]]:
+    """Log-probabilities under `logits` [n, V] of each row's token and of `wanted` likeliest ones,
+    once `reads` were waited for. `tokens` [n]; what is told of one that failed has no meaning."""
     normaliser = logits.logsumexp(dim=-1, keepdim=True)
-    tokens = torch.tensor(token_ids, device=logits.device)[:, None]
-    chosen = (logits.gather(1, tokens) - normaliser)[:, 0].tolist()
+    chosen = reads.later((logits.gather(1, tokens.clamp(min=0)[:, None]) - normaliser)[:, 0])
     values, ids = largest(logits, min(max(1, *wanted), logits.shape[1]))
-    best = (values - normaliser).tolist(), ids.tolist()
-    return [
-        TokenLogprob(logprob, tuple(zip(row_ids[:count], row_values[:count], strict=True)))
-        for logprob, row_values, row_ids, count in zip(chosen, *best, wanted, strict=True)
-    ]
+    best, named = reads.later(values - normaliser), reads.later(ids)
+
+    def told() -> list[TokenLogprob]:
+        rows = zip(chosen.tolist(), named.tolist(), best.tolist(), wanted, strict=True)
+        return [
+            TokenLogprob(logprob, tuple(zip(row_ids[:count], row_values[:count], strict=True)))
+            for logprob, row_ids, row_values, count in rows
+        ]
+
+    return told
 
 
-def prompt_logprobs(logits: Tensor, token_ids: Tensor, wanted: int) -> list[PromptLogprob]:
-    """Log-probability and rank of each row's token [n] (any int64), and the `wanted` likeliest."""
+def prompt_logprobs(
+    logits: Tensor, token_ids: Tensor, wanted: int, reads: StepReads
+) -> Callable[[], list[PromptLogprob]]:
+    """Log-probability and rank of each row's token [n] (any int64), and the `wanted` likeliest,
+    once `reads` were waited for."""
     vocab_size = logits.shape[1]
     normaliser = logits.logsumexp(dim=-1, keepdim=True)
     known = (token_ids >= 0) & (token_ids < vocab_size)
     score = logits.gather(1, token_ids.clamp(0, vocab_size - 1)[:, None])
     score = score.masked_fill(~known[:, None], -math.inf)
-    ranks = (logits > score).sum(dim=-1).add_(1).tolist()
-    chosen = (score - normaliser)[:, 0].tolist()
+    ranks = reads.later((logits > score).sum(dim=-1).add_(1))
+    chosen = reads.later((score - normaliser)[:, 0])
     values, ids = largest(logits, min(max(1, wanted), vocab_size))
-    best = zip(ids[:, :wanted].tolist(), (values - normaliser)[:, :wanted].tolist(), strict=True)
-    return [
-        PromptLogprob(logprob, rank, tuple(zip(row_ids, row_values, strict=True)))
-        for logprob, rank, (row_ids, row_values) in zip(chosen, ranks, best, strict=True)
-    ]
+    named, best = reads.later(ids[:, :wanted]), reads.later((values - normaliser)[:, :wanted])
+
+    def told() -> list[PromptLogprob]:
+        likeliest = zip(named.tolist(), best.tolist(), strict=True)
+        return [
+            PromptLogprob(logprob, rank, tuple(zip(row_ids, row_values, strict=True)))
+            for logprob, rank, (row_ids, row_values) in zip(
+                chosen.tolist(), ranks.tolist(), likeliest, strict=True
+            )
+        ]
+
+    return told
 
 
 def _flat_index(
@@ -467,8 +492,8 @@ def _flat_index(
     """Row and column indices of all `(row, columns)` entries in order."""
     columns = np.concatenate([ids for _, ids in entries])
     rows = np.repeat([row for row, _ in entries], [len(ids) for _, ids in entries])
-    return torch.from_numpy(rows).to(scores.device), torch.from_numpy(columns).to(scores.device)
+    return to_device(rows, scores.device), to_device(columns, scores.device)
 
 
 def _like(scores: Tensor, values: NDArray[np.float32]) -> Tensor:
-    return torch.from_numpy(values).to(scores.device, scores.dtype)
+    return to_device(values, scores.device, scores.dtype)

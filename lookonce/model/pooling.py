@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from lookonce.errors import ModelLoadError
+from lookonce.model.device import StepReads, to_device
 from lookonce.types.pooling import (
     PAIR,
     SCORING_HEADS,
@@ -78,9 +79,9 @@ class LexicalHead(SparseHead):
 
     def weights(self, hidden: Tensor, token_ids: Tensor) -> Tensor:
         of_each = self._linear(hidden).float().flatten().relu()
-        ids = token_ids.to(hidden.device)
+        ids = to_device(token_ids, hidden.device)
         found = of_each.new_zeros(self.vocab_size).scatter_reduce(0, ids, of_each, "amax")
-        found[self._special.to(found.device)] = 0.0
+        found[to_device(self._special, found.device)] = 0.0
         return found
 
 
@@ -109,9 +110,12 @@ class Pooler:
             self._prompts.pop(seq_id, None)
             self._parts.pop(seq_id, None)
 
-    def pool(self, hidden: Tensor, chunks: Sequence[ScheduledSequence]) -> dict[int, Tensor]:
-        """Hidden states [T, H] of a step → the results of sequences whose prompt ends in it, each
-        [W], [tokens, W] where all are kept, or pairs [n, 2]; float32 on the CPU."""
+    def pool(
+        self, hidden: Tensor, chunks: Sequence[ScheduledSequence], reads: StepReads
+    ) -> Callable[[], dict[int, Tensor]]:
+        """Hidden states [T, H] of a step → once `reads` were waited for, the results of sequences
+        whose prompt ends in it, each [W], [tokens, W] where all are kept, or pairs [n, 2]; float32
+        on the CPU."""
         ended, row = [], 0
         for chunk in chunks:
             end = chunk.start + chunk.num_tokens
@@ -129,22 +133,25 @@ class Pooler:
             if is_end:
                 ended.append(chunk.seq_id)
         if not ended:
-            return {}
+            return dict
         if self._kind == "all":
-            return {seq_id: self._joined(seq_id) for seq_id in ended}
+            found = [reads.later(self._joined(seq_id)) for seq_id in ended]
+            return lambda: dict(zip(ended, found, strict=True))
         if self._sparse is not None:
-            return {seq_id: self._pairs(seq_id) for seq_id in ended}
+            found = [reads.later(self._weights(seq_id)) for seq_id in ended]
+            return lambda: dict(zip(ended, map(_pairs, found), strict=True))
         pooled = torch.stack([self._vector(seq_id) for seq_id in ended])
         if self._head is not None:
             pooled = self._head(pooled.to(hidden.dtype))
-        return dict(zip(ended, pooled.float().cpu().unbind(), strict=True))
+        pooled = reads.later(pooled.float())
+        return lambda: dict(zip(ended, pooled.unbind(), strict=True))
 
     def _part(self, rows: Tensor, *, is_start: bool, is_end: bool) -> Tensor | None:
         """What a chunk's hidden states [t, H] add to the result."""
         if self._kind == "mean":
             return rows.float().sum(0)
         if self._kind == "all":
-            return (rows if self._head is None else self._head(rows)).float().cpu()
+            return (rows if self._head is None else self._head(rows)).float()
         if self._kind == "cls":
             return rows[0].clone() if is_start else None
         return rows[-1].clone() if is_end else None
@@ -161,11 +168,15 @@ class Pooler:
         parts = self._parts[seq_id]
         return torch.cat([parts[start] for start in sorted(parts)])
 
-    def _pairs(self, seq_id: int) -> Tensor:
-        """[n, 2]: token ids, rising, and their weights; float32 has every id of a vocabulary."""
-        weights = torch.stack(list(self._parts[seq_id].values())).amax(0)
-        ids = weights.nonzero().flatten()
-        return torch.stack([ids.float(), weights[ids]], 1).cpu()
+    def _weights(self, seq_id: int) -> Tensor:
+        """[V] of all tokens of a vocabulary."""
+        return torch.stack(list(self._parts[seq_id].values())).amax(0)
+
+
+def _pairs(weights: Tensor) -> Tensor:
+    """[V] → [n, 2]: token ids, rising, and their weights; float32 has every id of a vocabulary."""
+    ids = weights.nonzero().flatten()
+    return torch.stack([ids.float(), weights[ids]], 1)
 
 
 class DenseHead(nn.Module):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -17,6 +17,7 @@ from lookonce.errors import LookOnceError, RequestFailedError
 from lookonce.model.alignment import Aligner
 from lookonce.model.attention.backend import AttentionBackend
 from lookonce.model.attention.cross import CrossStates, Recording
+from lookonce.model.device import StepReads
 from lookonce.model.encoder_runner import (
     COMPUTE_ERRORS,
     EncodeReport,
@@ -72,6 +73,7 @@ class Runner:
         self._threads = threads or ThreadCounts(1, 1)
         self._family = family = loaded.family
         self._kv_pages = kv_pages
+        self._device = loaded.device
         self._states = loaded.state_pool(max_num_seqs, num_snapshots)
         self.text_model = TextModel(family, loaded.dtype, loaded.device, backend, kv_pages)
         self._rotation = key_rotation(family)
@@ -124,15 +126,24 @@ class Runner:
                 self._drop(change)
             else:
                 self._extend(change)
-        report = self._encoder.execute(plan)
+        reads = StepReads(self._device)
+        report = self._encoder.execute(plan, reads)
         for chunk in plan.scheduled:
             if chunk.new_block_ids:
                 self._batch.append_blocks(self._batch.row_of(chunk.seq_id), chunk.new_block_ids)
-        output = _StepOutput()
+        output = _StepOutput(reads)
         computable = self._computable(plan.scheduled, report.failed, output)
-        if self.frame_rows is not None:
+        if self.frame_rows is not None:  # rows of what is not finite are not added to a session's
+            reads.wait()
+            self._encoder.check(report)
             computable = self._with_rows(self.frame_rows, computable, report.failed, output)
         self._compute(computable, output)
+        reads.wait()
+        output.finish()
+        if self._encoder.check(report):
+            for chunk in computable:
+                if any(key in report.failed for key in self._keys_read(chunk)):
+                    output.discard(chunk.seq_id)
         return output.result(plan, report)
 
     def _remove(self, seq_ids: Sequence[int]) -> None:
@@ -252,7 +263,7 @@ class Runner:
         self, inputs: StepInputs, chunks: Sequence[ScheduledSequence], output: _StepOutput
     ) -> None:
         if self._pooler is not None:
-            output.add_pooled(self._pooler.pool(self._hidden_states(inputs), chunks))
+            output.add_pooled(self._pooler.pool(self._hidden_states(inputs), chunks, output.reads))
             return
         sampled = [chunk for chunk in chunks if chunk.sample]
         seq_ids = [chunk.seq_id for chunk in sampled]
@@ -262,9 +273,11 @@ class Runner:
             hidden = self.text_model.hidden_states(
                 inputs, self._encoder_rows(inputs), self._cross_states(inputs, recordings)
             )
-            output.alignments |= self._aligner.align(chunks, recordings)
+            output.add_alignments(self._aligner.align(chunks, recordings, output.reads))
             output.add_prompt_logprobs(
-                self._prompt_logprobs.score(hidden, parts, self.text_model.compute_logits)
+                self._prompt_logprobs.score(
+                    hidden, parts, self.text_model.compute_logits, output.reads
+                )
             )
         logits = self.logits(inputs, seq_ids, hidden)
         if not sampled:
@@ -274,9 +287,14 @@ class Runner:
         drawn_at = [
             at + num_dropped[row_of(seq_id)] for seq_id, at in zip(seq_ids, positions, strict=True)
         ]
-        sampled_tokens = self._sampler.sample(logits, seq_ids, drawn_at)
-        self._batch.write_tokens(seq_ids, positions, sampled_tokens.token_ids)
-        output.add(seq_ids, sampled_tokens)
+        drawn = self._sampler.begin(logits, seq_ids, drawn_at, output.reads)
+
+        def told() -> None:
+            sampled_tokens = drawn()
+            self._batch.write_tokens(seq_ids, positions, sampled_tokens.token_ids)
+            output.add(seq_ids, sampled_tokens)
+
+        output.later(told)
 
     def _hidden_states(self, inputs: StepInputs) -> Tensor:
         """Last hidden states [T, H] of all tokens."""
@@ -349,23 +367,48 @@ class Runner:
 
 
 class _StepOutput:
-    """The results of one step so far, by sequence."""
+    """The results of one step so far, by sequence. What is read from the device comes last."""
 
-    def __init__(self) -> None:
+    def __init__(self, reads: StepReads) -> None:
+        self.reads = reads
+        self._later: list[Callable[[], None]] = []
         self._tokens: dict[int, int] = {}
         self._logprobs: dict[int, TokenLogprob | None] = {}
         self._failed: dict[int, LookOnceError] = {}
-        self.alignments: dict[int, list[int]] = {}
+        self._alignments: dict[int, list[int]] = {}
         self._prompt_logprobs: dict[int, list[PromptLogprob]] = {}
         self._pooled: dict[int, bytes] = {}
+
+    def later(self, told: Callable[[], None]) -> None:
+        """Call `told` once `reads` were waited for."""
+        self._later.append(told)
+
+    def finish(self) -> None:
+        """`reads` were waited for."""
+        for told in self._later:
+            told()
+
+    def discard(self, seq_id: int) -> None:
+        """An item that this sequence read had failed."""
+        self._tokens.pop(seq_id, None)
+        self._failed.pop(seq_id, None)
+        self._pooled.pop(seq_id, None)
+        self._prompt_logprobs.pop(seq_id, None)
+        self._alignments.pop(seq_id, None)
 
     def fail(self, seq_id: int, reason: str) -> None:
         self._failed[seq_id] = RequestFailedError(reason)
 
-    def add_prompt_logprobs(self, prompt_logprobs: dict[int, list[PromptLogprob]]) -> None:
-        self._prompt_logprobs |= prompt_logprobs
+    def add_alignments(self, told: Callable[[], dict[int, list[int]]]) -> None:
+        self.later(lambda: self._alignments.update(told()))
 
-    def add_pooled(self, pooled: Mapping[int, Tensor]) -> None:
+    def add_prompt_logprobs(self, told: Callable[[], dict[int, list[PromptLogprob]]]) -> None:
+        self.later(lambda: self._prompt_logprobs.update(told()))
+
+    def add_pooled(self, told: Callable[[], Mapping[int, Tensor]]) -> None:
+        self.later(lambda: self._take_pooled(told()))
+
+    def _take_pooled(self, pooled: Mapping[int, Tensor]) -> None:
         for seq_id, result in pooled.items():
             if bool(torch.isfinite(result).all()):
                 self._pooled[seq_id] = result.contiguous().numpy().astype("<f4").tobytes()
@@ -393,7 +436,7 @@ class _StepOutput:
             token_ids=tuple([self._tokens.get(seq_id, FAILED) for seq_id in order]),
             logprobs=logprobs,
             prompt_logprobs=self._prompt_logprobs,
-            alignments=self.alignments,
+            alignments=self._alignments,
             pooled=self._pooled,
             failed_items=report.failed,
             failed_sequences=self._failed,

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from lookonce.errors import BadRequestError, LookOnceError
 from lookonce.model import logits_processors
+from lookonce.model.device import StepReads, to_device
 from lookonce.model.input_batch import InputBatch
 from lookonce.model.logits_processors import (
     FAILED,
@@ -142,28 +143,53 @@ class Sampler:
     def sample(
         self, logits: Tensor, seq_ids: Sequence[int], positions: Sequence[int]
     ) -> SamplerOutput:
-        """Draw one token per row of `logits` [n, V] float32, which is not changed.
+        """As `begin`, waited for."""
+        reads = StepReads(logits.device)
+        output = self.begin(logits, seq_ids, positions, reads)
+        reads.wait()
+        return output()
+
+    def begin(
+        self, logits: Tensor, seq_ids: Sequence[int], positions: Sequence[int], reads: StepReads
+    ) -> Callable[[], SamplerOutput]:
+        """Draw one token per row of `logits` [n, V] float32, which is not changed. What is returned
+        gives the output once `reads` were waited for, and is called once.
 
         `positions[i]` is the index the sampled token takes in its sequence: prompt tokens plus
         tokens generated so far.
         """
         special = [row for row, seq_id in enumerate(seq_ids) if seq_id in self._special]
         if not special:
-            return SamplerOutput(logits_processors.argmax(logits), None)
+            return _plain(logits, reads)
         states = [self._states[seq_id] for seq_id in seq_ids]
         scores = _edited(logits, states, positions)
         scores, errors = _constrained(scores, states, is_copy=scores is not logits)
         scores = _ruled(scores, states, is_copy=scores is not logits)
-        token_ids = _choose(scores, states, positions)
-        for row in special:
-            states[row].take(token_ids[row])
-        return SamplerOutput(token_ids, _logprobs(logits, scores, token_ids, states), errors)
+        tokens = _choose(scores, states, positions)
+        drawn, logprobs = reads.later(tokens), _logprobs(logits, scores, tokens, states, reads)
+
+        def told() -> SamplerOutput:
+            token_ids: list[int] = drawn.tolist()
+            for row in special:
+                states[row].take(token_ids[row])
+            return SamplerOutput(token_ids, logprobs(token_ids), errors)
+
+        return told
 
     def _tokens_of(self, params: SamplingParams) -> NamedTokens:
         if self._named is None or self._named[0] is not params:
             named = NamedTokens.of(params, self._eos_token_ids, self._vocab_size)
             self._named = (params, named)
         return self._named[1]
+
+
+def _plain(logits: Tensor, reads: StepReads) -> Callable[[], SamplerOutput]:
+    """The likeliest token of each row."""
+    if logits.is_cpu:
+        found = SamplerOutput(logits_processors.argmax_on_host(logits), None)
+        return lambda: found
+    tokens = reads.later(logits_processors.argmax(logits))
+    return lambda: SamplerOutput(tokens.tolist(), None)
 
 
 def _edited(logits: Tensor, states: list[_SequenceState], positions: Sequence[int]) -> Tensor:
@@ -245,56 +271,65 @@ def _grammar_error(params: SamplingParams, reason: str) -> BadRequestError:
     return BadRequestError(f"{param} is too complex: {reason}", param=param)
 
 
-def _choose(scores: Tensor, states: list[_SequenceState], positions: Sequence[int]) -> list[int]:
-    """The largest score of greedy rows, a random draw for the others."""
-    token_ids = [FAILED] * len(states)
+def _choose(scores: Tensor, states: list[_SequenceState], positions: Sequence[int]) -> Tensor:
+    """Token ids [n]: the largest score of greedy rows, a random draw for the others."""
     greedy = [row for row, state in enumerate(states) if state.params.greedy]
     random = [row for row, state in enumerate(states) if not state.params.greedy]
-    if greedy:
-        best = logits_processors.argmax(_rows(scores, greedy))
-        for row, token in zip(greedy, best, strict=True):
-            token_ids[row] = token
-    if random:
-        seeds = [states[row].seed for row in random]
-        uniform = logits_processors.uniforms(seeds, [positions[row] for row in random])
-        filters = [states[row].filter for row in random]
-        drawn = logits_processors.draw(_rows(scores, random), filters, uniform)
-        for row, token in zip(random, drawn, strict=True):
-            token_ids[row] = token
-    return token_ids
+    if not random:
+        return logits_processors.argmax(scores)
+    seeds = [states[row].seed for row in random]
+    uniform = logits_processors.uniforms(seeds, [positions[row] for row in random])
+    filters = [states[row].filter for row in random]
+    drawn = logits_processors.draw(_rows(scores, random), filters, uniform)
+    if not greedy:
+        return drawn
+    both = torch.cat([logits_processors.argmax(_rows(scores, greedy)), drawn])
+    at = to_device(np.array(greedy + random), scores.device)
+    return torch.empty_like(both).index_copy_(0, at, both)
 
 
 def _logprobs(
-    logits: Tensor, scores: Tensor, token_ids: list[int], states: list[_SequenceState]
-) -> list[TokenLogprob | None] | None:
-    """Log-probabilities under the raw logits, before bias, penalties and temperature.
+    logits: Tensor,
+    scores: Tensor,
+    tokens: Tensor,
+    states: list[_SequenceState],
+    reads: StepReads,
+) -> Callable[[list[int]], list[TokenLogprob | None] | None]:
+    """Log-probabilities under the raw logits, before bias, penalties and temperature, of `tokens`
+    [n], which are told once more when their values are known.
 
     Those of a speech model are under its rules, as Whisper's thresholds expect them.
     """
-    if all(state.params.logprobs is None for state in states):
-        return None
-    ruled = [row for row, state in enumerate(states) if state.rules and not state.rules.rules.only]
-    if ruled:
-        logits = logits.clone()
-        logits[ruled] = scores[ruled]
     asked = [
         (row, state.params.logprobs)
         for row, state in enumerate(states)
-        if state.params.logprobs is not None and token_ids[row] != FAILED
+        if state.params.logprobs is not None
     ]
-    result: list[TokenLogprob | None] = [None] * len(states)
+    if not asked:
+        return lambda token_ids: None
+    ruled = [row for row, state in enumerate(states) if state.rules and not state.rules.rules.only]
+    if ruled:
+        at = to_device(np.array(ruled), logits.device)
+        logits = logits.index_copy(0, at, scores.index_select(0, at))
     rows = [row for row, _ in asked]
     entries = logits_processors.logprobs(
-        _rows(logits, rows), [token_ids[row] for row in rows], [wanted for _, wanted in asked]
+        _rows(logits, rows), _rows(tokens, rows), [wanted for _, wanted in asked], reads
     )
-    for row, entry in zip(rows, entries, strict=True):
-        result[row] = entry
-    return result
+
+    def told(token_ids: list[int]) -> list[TokenLogprob | None]:
+        result: list[TokenLogprob | None] = [None] * len(states)
+        for row, entry in zip(rows, entries(), strict=True):
+            result[row] = None if token_ids[row] == FAILED else entry
+        return result
+
+    return told
 
 
-def _rows(scores: Tensor, rows: list[int]) -> Tensor:
-    """The listed rows; `scores` itself if those are all."""
-    return scores if len(rows) == len(scores) else scores[rows]
+def _rows(values: Tensor, rows: list[int]) -> Tensor:
+    """The listed rows; `values` itself if those are all."""
+    if len(rows) == len(values):
+        return values
+    return values.index_select(0, to_device(np.array(rows), values.device))
 
 
 SLICE_ELEMENTS = 1 << 24
@@ -355,19 +390,26 @@ class PromptLogprobScorer:
         return parts
 
     def score(
-        self, hidden: Tensor, parts: Iterable[_Part], compute_logits: Callable[[Tensor], Tensor]
-    ) -> dict[int, list[PromptLogprob]]:
-        """Scores by sequence from a step's last hidden states [T, H].
+        self,
+        hidden: Tensor,
+        parts: Iterable[_Part],
+        compute_logits: Callable[[Tensor], Tensor],
+        reads: StepReads,
+    ) -> Callable[[], dict[int, list[PromptLogprob]]]:
+        """Scores by sequence from a step's last hidden states [T, H], once `reads` were waited for.
 
         `compute_logits` computes logits [n, V] from hidden states [n, H].
         """
         size = max(1, SLICE_ELEMENTS // self._vocab_size)
-        scored: dict[int, list[PromptLogprob]] = {}
+        scored: dict[int, list[Callable[[], list[PromptLogprob]]]] = {}
         for part in parts:
             entries = scored[part.seq_id] = []
             for start in range(0, len(part.token_ids), size):
-                token_ids = part.token_ids[start : start + size].to(hidden.device)
+                token_ids = to_device(part.token_ids[start : start + size], hidden.device)
                 first = part.first + start
                 logits = compute_logits(hidden[first : first + len(token_ids)])
-                entries += prompt_logprobs(logits, token_ids, part.wanted)
-        return scored
+                entries.append(prompt_logprobs(logits, token_ids, part.wanted, reads))
+        return lambda: {
+            seq_id: [entry for told in entries for entry in told()]
+            for seq_id, entries in scored.items()
+        }

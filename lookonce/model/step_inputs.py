@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lookonce.model.attention.backend import AttentionMetadata, Span
 from lookonce.model.attention.cross import InputReaders
+from lookonce.model.device import new_event, to_device
 from lookonce.model.input_batch import InputBatch
 from lookonce.model.state import StepStates
 from lookonce.types.step import EmbedSlice, ScheduledSequence
@@ -116,7 +117,7 @@ class StepInputBuilder:
         if all(end == start for (_, end), (start, _) in pairwise(spans)):
             return slice(spans[0][0], spans[-1][1])
         ranges = [torch.arange(start, end) for start, end in spans]
-        return torch.cat(ranges).to(self._device)
+        return to_device(torch.cat(ranges), self._device)
 
     def _build_decodes(self, scheduled: Sequence[ScheduledSequence]) -> StepInputs | None:
         """The inputs of a step that only decodes, by compiled code; None for any other step."""
@@ -439,9 +440,7 @@ class CopyFence:
     """Keeps a step from overwriting host memory that is still copied for the step before."""
 
     def __init__(self, device: torch.device) -> None:
-        self._event: torch.cuda.Event | None = None
-        if device.type == "cuda":
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._event = new_event(device)
 
     def wait(self) -> None:
         """Wait until all copies up to the last `mark` are done."""

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from lookonce.model.alignment import Aligner
+from lookonce.model.device import StepReads
 from lookonce.types.sampling import Alignment, SamplingParams
 from lookonce.types.step import NewSequence, ScheduledSequence
 
@@ -29,7 +30,8 @@ class Heard:
         recordings = self.aligner.recordings(chunks)
         for layer, _ in HEADS:
             recordings[1].record(layer, self.queries[:, start:end], self.keys, 1.0)
-        return self.aligner.align(chunks, recordings).get(1)
+        reads = StepReads(torch.device("cpu"))
+        return self.aligner.align(chunks, recordings, reads)().get(1)
 
 
 def test_a_chunk_that_is_computed_again_counts_once():

@@ -11,7 +11,14 @@ import torch
 from lookonce.errors import RequestFailedError
 from lookonce.ipc.codec import MessageEncoder, client_message_decoder
 from lookonce.ipc.messages import NO_OPS, KeyedItem, SupplyMedia
-from lookonce.model.encoder_runner import DTYPES, EncoderRunner, item_tensors, to_tensor
+from lookonce.model.device import StepReads
+from lookonce.model.encoder_runner import (
+    DTYPES,
+    EncodeReport,
+    EncoderRunner,
+    item_tensors,
+    to_tensor,
+)
 from lookonce.model.families.base import ModelFamily
 from lookonce.types.media import ITEM_SIZE, Array, Expansion, ProcessedItem
 from lookonce.types.step import EmbedSlice, EncodeItem, StepPlan
@@ -96,38 +103,47 @@ def test_an_output_that_is_no_number_fails_alone(encoder, wrong):
     assert b"bad" not in encoder
 
 
+def execute(encoder: EncoderRunner, step: StepPlan) -> EncodeReport:
+    """The report of a step once it was waited for."""
+    reads = StepReads(torch.device("cpu"))
+    report = encoder.execute(step, reads)
+    reads.wait()
+    encoder.check(report)
+    return report
+
+
 def plan(**fields) -> StepPlan:
     return StepPlan(1, **fields)
 
 
 def test_an_output_goes_to_the_host_and_comes_back_without_being_encoded_again(encoder, family):
-    encoder.execute(plan(encode=(item("a", 1, 2),)))
-    encoder.execute(plan(offload=(b"a",), dropped_outputs=(b"a",)))
+    execute(encoder, plan(encode=(item("a", 1, 2),)))
+    execute(encoder, plan(offload=(b"a",), dropped_outputs=(b"a",)))
     assert b"a" not in encoder
     assert encoder.num_host_bytes == 2 * WIDTH * 4
-    encoder.execute(plan(restore=(b"a",)))
+    execute(encoder, plan(restore=(b"a",)))
     assert encoder.rows([EmbedSlice(b"a", 0, 2, 0)])[:, 0].tolist() == [1, 2]
     assert family.calls == [1]
 
 
 def test_one_output_may_leave_and_another_come_back_in_one_step(encoder):
-    encoder.execute(plan(encode=(item("a", 1), item("b", 2))))
-    encoder.execute(plan(offload=(b"a",), dropped_outputs=(b"a",)))
-    report = encoder.execute(plan(offload=(b"b",), dropped_outputs=(b"b",), restore=(b"a",)))
+    execute(encoder, plan(encode=(item("a", 1), item("b", 2))))
+    execute(encoder, plan(offload=(b"a",), dropped_outputs=(b"a",)))
+    report = execute(encoder, plan(offload=(b"b",), dropped_outputs=(b"b",), restore=(b"a",)))
     assert report.lost_copies == []
     assert (b"a" in encoder, b"b" in encoder) == (True, False)
 
 
 def test_a_dropped_copy_is_gone(encoder):
-    encoder.execute(plan(encode=(item("a", 1),)))
-    encoder.execute(plan(offload=(b"a",), dropped_outputs=(b"a",)))
-    encoder.execute(plan(dropped_host=(b"a",)))
+    execute(encoder, plan(encode=(item("a", 1),)))
+    execute(encoder, plan(offload=(b"a",), dropped_outputs=(b"a",)))
+    execute(encoder, plan(dropped_host=(b"a",)))
     assert encoder.num_host_bytes == 0
-    assert list(encoder.execute(plan(restore=(b"a",))).failed) == [b"a"]
+    assert list(execute(encoder, plan(restore=(b"a",))).failed) == [b"a"]
 
 
 def test_an_output_there_is_not_is_a_lost_copy_and_no_error(encoder):
-    assert encoder.execute(plan(offload=(b"a",))).lost_copies == [b"a"]
+    assert execute(encoder, plan(offload=(b"a",))).lost_copies == [b"a"]
 
 
 def test_held_outputs_are_not_encoded_again(encoder, family):

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from lookonce.model import logits_processors, sampler
+from lookonce.model.device import StepReads
 from lookonce.types.request import PromptLogprob
 from lookonce.types.step import StepPlan
 from tests.support.model.cases import Case
@@ -120,11 +121,18 @@ def test_one_that_nobody_asked_for_is_not_scored(subjects):
     assert all(new.sampling.prompt_logprobs is None for plan in plans for new in plan.new)
 
 
+def scores_of(logits: torch.Tensor, token_ids: list[int], wanted: int) -> list[PromptLogprob]:
+    reads = StepReads(logits.device)
+    told = logits_processors.prompt_logprobs(logits, torch.tensor(token_ids), wanted, reads)
+    reads.wait()
+    return told()
+
+
 def test_the_best_of_equals_share_a_rank_and_an_unknown_token_has_no_chance():
     logits = torch.tensor([[1.0, 3.0, 3.0, 0.0]] * 4)
-    found = logits_processors.prompt_logprobs(logits, torch.tensor([1, 2, 0, 9]), 2)
+    found = scores_of(logits, [1, 2, 0, 9], 2)
     assert [entry.rank for entry in found] == [1, 1, 3, 5]
     assert found[3].logprob == -float("inf")
     assert all(len(entry.top) == 2 for entry in found)
-    assert logits_processors.prompt_logprobs(logits[:1], torch.tensor([1]), 0)[0].top == ()
+    assert scores_of(logits[:1], [1], 0)[0].top == ()
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(found), type=list[PromptLogprob]) == found

@@ -1,0 +1,85 @@
+"""Copies between host and device that are enqueued and not waited for, and a step's one wait.
+
+A step enqueues all it has to do. What its result needs on the host is copied to pinned memory on
+the way (`StepReads.later`) and waited for once, at the end. On a CPU host and device are one memory
+and nothing is copied.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+
+def to_device(
+    values: Tensor | NDArray[Any], device: torch.device, dtype: torch.dtype | None = None
+) -> Tensor:
+    """Values of the host on `device`, in `dtype` (None: their own), through pinned memory.
+
+    On a CPU memory is shared where it can be. Memory that was pinned may be freed at once: the
+    allocator keeps it until the copy is done.
+    """
+    host = torch.from_numpy(values) if isinstance(values, np.ndarray) else values
+    if device.type == "cpu" or host.device == device:
+        return host if dtype is None else host.to(dtype)
+    pinned = torch.empty(host.shape, dtype=dtype or host.dtype, pin_memory=True)
+    return pinned.copy_(host).to(device, non_blocking=True)
+
+
+def new_event(device: torch.device, *, timed: bool = False) -> Any:
+    """An event of the device's stream; None on a CPU, where nothing is enqueued."""
+    if device.type == "cpu":
+        return None
+    module = torch.get_device_module(device)
+    return module.Event(enable_timing=True) if timed else module.Event()
+
+
+class StepReads:
+    """What a step reads from the device, waited for once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event = new_event(device)
+        self._is_waited_for = False
+
+    def later(self, tensor: Tensor) -> Tensor:
+        """The tensor on the host; its values are there after `wait`. Raises `RuntimeError` if there
+        is no memory to pin."""
+        if self._event is None or tensor.device.type == "cpu":
+            return tensor
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        self._is_waited_for = True
+        return host.copy_(tensor, non_blocking=True)
+
+    def wait(self) -> None:
+        """Wait until all that was enqueued so far is done, if anything is read."""
+        if self._is_waited_for:
+            self._event.record()
+            self._event.synchronize()
+            self._is_waited_for = False
+
+
+class DeviceTimer:
+    """How long the device works on what is enqueued between its making and `stop`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._begin, self._end = new_event(device, timed=True), new_event(device, timed=True)
+        self._started, self._seconds = time.perf_counter(), 0.0
+        if self._begin is not None:
+            self._begin.record()
+
+    def stop(self) -> None:
+        self._seconds = time.perf_counter() - self._started
+        if self._end is not None:
+            self._end.record()
+
+    @property
+    def seconds(self) -> float:
+        """Once the step was waited for."""
+        if self._begin is None:
+            return self._seconds
+        return float(self._begin.elapsed_time(self._end)) / 1000

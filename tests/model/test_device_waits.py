@@ -1,0 +1,309 @@
+"""Steps on an accelerator enqueue their work and wait once, at the end: shown on a device in name,
+whose values are computed on the CPU. Answers are those of a CPU, token for token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+
+from lookonce.config import ModelConfig
+from lookonce.model.attention.reference import ReferenceBackend
+from lookonce.model.device import StepReads, to_device
+from lookonce.model.loader import load_model
+from lookonce.model.runner import Runner
+from lookonce.model.sampler import PromptLogprobScorer, Sampler, SamplerOutput, _Part
+from lookonce.model.step_inputs import CopyFence, StaticBuffer
+from lookonce.types.sampling import SamplingParams, TokenRules
+from tests.support.grammars import Spelled
+from tests.support.model.cases import ALL_MODELS, Case, CaseMaker
+from tests.support.model.serving import (
+    Served,
+    blocks_for_preemption,
+    media_cases,
+    serve,
+    text_cases,
+)
+from tests.support.simulated_device import (
+    ON_CUDA,
+    CudaWatch,
+    DeviceWaitError,
+    Watch,
+    accelerator,
+    simulated_device,
+    watch,
+)
+
+ALL_KINDS = ("llama", "qwen3", "gemma2", "gemma3_text", "llava", "gemma3")
+VOCAB, EOS = 700, 3
+ASKED = {
+    "plain": SamplingParams(temperature=0.0),
+    "logprobs": SamplingParams(temperature=0.0, logprobs=3),
+    "drawn": SamplingParams(temperature=1.0, seed=1),
+    "top-k": SamplingParams(temperature=0.8, top_k=5, seed=2),
+    "top-p": SamplingParams(temperature=1.3, top_p=0.8, seed=3, logprobs=0),
+    "min-p": SamplingParams(temperature=1.3, min_p=0.2, top_p=0.95, top_k=40, seed=4),
+    "penalties": SamplingParams(
+        temperature=0.0, repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.25
+    ),
+    "named": SamplingParams(temperature=0.0, logit_bias={9: 5.0, 11: -2.0}, min_tokens=2),
+    "allowed": SamplingParams(temperature=0.7, seed=5, allowed_token_ids=(5, 6, 7)),
+    "grammar": SamplingParams(temperature=0.0),
+    "speech": SamplingParams(
+        temperature=0.0,
+        logprobs=1,
+        token_rules=TokenRules(
+            suppressed=(4, 5), suppressed_first=(6,), timestamp_begin=500, text_end=400
+        ),
+    ),
+}
+
+
+@dataclass
+class Steps:
+    count: int = 0
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> Steps:
+    """Steps refuse what waits, from now on; counts them."""
+    execute, counted = Runner.execute, Steps()
+    seen = CudaWatch() if ON_CUDA else watch()
+
+    def watched(self: Runner, plan):
+        counted.count += 1
+        with seen.refusing():
+            return execute(self, plan)
+
+    monkeypatch.setattr(Runner, "execute", watched)
+    return counted
+
+
+def cases_of(folder, family_config) -> list[Case]:
+    maker = CaseMaker(folder, family_config)
+    return media_cases(maker) if maker.sees or maker.hears else text_cases(maker)
+
+
+def on_cpu_and_device(folder, steps: Steps, **options) -> tuple[Served, Served, list[Case]]:
+    def served(device: str, cases: list[Case] | None) -> tuple[Served, list[Case]]:
+        loaded = load_model(ModelConfig(folder=str(folder), served_name="test", device=device))
+        cases = cases or cases_of(folder, loaded.family.config)
+        answers = serve(loaded, cases, backend=ReferenceBackend(), num_tokens=6, **options)
+        return answers, cases
+
+    expected, cases = served("cpu", None)
+    steps.count = 0
+    with accelerator() as (device, seen):
+        before = seen.num_waits
+        found, _ = served(str(device), cases)
+        assert ON_CUDA or 0 < seen.num_waits - before <= steps.count
+    return found, expected, cases
+
+
+@pytest.mark.parametrize("kind", ALL_KINDS if ALL_MODELS else ["llama", "llava"])
+def test_whole_steps_wait_once_and_answer_as_on_a_cpu(kind, folder, steps):
+    """Chunked prefill, mixed batches, encoder runs and prompt log-probabilities."""
+    scored = {0: 2, 1: 0}
+    budget = 300 if kind == "gemma3" else 32
+    found, expected, _ = on_cpu_and_device(
+        folder(kind), steps, budget=budget, prompt_logprobs=scored
+    )
+    assert [a.token_ids for a in found.answers] == [a.token_ids for a in expected.answers]
+    assert found.scored.keys() == expected.scored.keys() == scored.keys()
+    for case in scored:
+        for ours, theirs in zip(found.scored[case], expected.scored[case], strict=True):
+            assert (ours.rank, len(ours.top)) == (theirs.rank, len(theirs.top))
+            assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-4)
+
+
+def test_preempted_sequences_wait_no_more_often(folder, steps):
+    made = folder("llama")
+    cases = text_cases(CaseMaker(made, load_model(ModelConfig(str(made), "t")).family.config))
+    found, expected, _ = on_cpu_and_device(
+        made, steps, budget=64, num_blocks=blocks_for_preemption(cases, 4)
+    )
+    assert [a.token_ids for a in found.answers] == [a.token_ids for a in expected.answers]
+
+
+def sampled(
+    device: torch.device, names: list[str], seen: Watch | CudaWatch | None = None
+) -> list[SamplerOutput]:
+    """Four tokens for each of the requests, which share every step."""
+    generator = torch.Generator().manual_seed(0)
+    steps = [torch.randn(len(names), VOCAB, generator=generator) * 3 for _ in range(4)]
+    steps[2][0, 7] = torch.nan
+    sampler = Sampler(VOCAB, [EOS])
+    for row, name in enumerate(names):
+        grammar = Spelled([[8, 9, 8], [8, 12, 40]]) if name == "grammar" else None
+        sampler.add(row, ASKED[name], 0, [5, 9, 9], [], grammar)
+    outputs = []
+    for at, logits in enumerate(steps):
+        scores = to_device(logits, device)
+        reads = StepReads(device)
+        with nullcontext() if seen is None else seen.refusing():
+            told = sampler.begin(scores, range(len(names)), [3 + at] * len(names), reads)
+            reads.wait()
+        outputs.append(told())
+    return outputs
+
+
+@pytest.mark.parametrize("names", [[name] for name in ASKED] + [list(ASKED)], ids="+".join)
+def test_whatever_is_asked_of_the_sampler_waits_once(names):
+    expected = sampled(torch.device("cpu"), names)
+    with accelerator() as (device, seen):
+        before = seen.num_waits
+        found = sampled(device, names, seen)
+        assert ON_CUDA or seen.num_waits - before == len(found)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.token_ids == theirs.token_ids
+        assert (ours.logprobs is None) == (theirs.logprobs is None)
+        for one, other in zip(ours.logprobs or (), theirs.logprobs or (), strict=True):
+            assert (one is None) == (other is None)
+            if one is not None and other is not None:
+                assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
+                assert [token for token, _ in one.top] == [token for token, _ in other.top]
+
+
+def item(values: torch.Tensor) -> object:
+    return values.sum().item()
+
+
+def branch(values: torch.Tensor) -> object:
+    return bool((values > 0).any())
+
+
+def listed(values: torch.Tensor) -> object:
+    return values.tolist()
+
+
+def masked(values: torch.Tensor) -> object:
+    return values[values > 0]
+
+
+def masked_write(values: torch.Tensor) -> object:
+    values[values > 0] = 1.0
+    return values
+
+
+def nonzero(values: torch.Tensor) -> object:
+    return values.nonzero()
+
+
+def repeated(values: torch.Tensor) -> object:
+    return values.repeat_interleave(torch.ones_like(values, dtype=torch.long))
+
+
+def read_whole(values: torch.Tensor) -> object:
+    return values.cpu()
+
+
+def read_unpinned(values: torch.Tensor) -> object:
+    return torch.empty(values.shape).copy_(values, non_blocking=True)
+
+
+def pageable(values: torch.Tensor) -> object:
+    return torch.ones(3).to(values.device, non_blocking=True)
+
+
+def pageable_write(values: torch.Tensor) -> object:
+    return values.copy_(torch.ones(values.shape), non_blocking=True)
+
+
+def pinned_but_waited_for(values: torch.Tensor) -> object:
+    return torch.ones(3, pin_memory=True).to(values.device)
+
+
+def by_host_index(values: torch.Tensor) -> object:
+    return values[torch.tensor([0, 1])]
+
+
+def whole_device(values: torch.Tensor) -> object:
+    return torch.get_device_module(values.device).synchronize()
+
+
+@pytest.mark.parametrize(
+    "waits",
+    [
+        *(item, branch, listed, masked, masked_write, nonzero, repeated, read_whole),
+        *(read_unpinned, pageable, pageable_write, pinned_but_waited_for, by_host_index),
+        whole_device,
+    ],
+)
+def test_each_kind_of_wait_is_refused(waits: Callable[[torch.Tensor], object]):
+    with simulated_device() as (device, seen):
+        values = torch.arange(-2.0, 2.0, device=device)
+        waits(values)  # outside of a step anything may wait
+        with seen.refusing(), pytest.raises(DeviceWaitError):
+            waits(values)
+
+
+@pytest.mark.skipif(ON_CUDA, reason="torch does not say which wait it refused")
+@pytest.mark.parametrize("waits", [item, masked, pageable])
+def test_a_wait_put_into_a_model_is_found(waits, folder, steps, monkeypatch):
+    logits = Runner.logits
+
+    def waiting(self, inputs, *rest):
+        found = logits(self, inputs, *rest)
+        if found.device.type != "cpu":
+            waits(found)
+        return found
+
+    monkeypatch.setattr(Runner, "logits", waiting)
+    with pytest.raises(AssertionError, match="DeviceWaitError"):
+        on_cpu_and_device(folder("llama"), steps, budget=64)
+
+
+def test_what_is_read_is_there_after_the_wait_and_not_before():
+    with simulated_device() as (device, seen), seen.refusing():
+        values = torch.arange(4, device=device)
+        reads = StepReads(device)
+        host = reads.later(values)
+        values.zero_()
+        assert host.tolist() != [0, 1, 2, 3]
+        reads.wait()
+        assert host.tolist() == [0, 1, 2, 3], "as it was when it was asked for"
+
+
+def test_a_buffer_that_is_filled_again_too_early_is_found():
+    with simulated_device() as (device, seen), seen.refusing():
+        buffer, fence = StaticBuffer((4,), torch.int64, device), CopyFence(device)
+        buffer.host[:] = 1
+        pushed = buffer.push(4)
+        fence.mark()
+        fence.wait()
+        buffer.host[:] = 2
+        assert pushed.sum() is not None
+        buffer.push(4)
+        fence.mark()
+        buffer.host[:] = 3
+        with pytest.raises(DeviceWaitError, match="written while"):
+            fence.wait()
+
+
+def test_prompt_scores_of_several_slices_are_read_once(monkeypatch):
+    monkeypatch.setattr("lookonce.model.sampler.SLICE_ELEMENTS", 2 * 50)
+    head = torch.randn(8, 50, generator=torch.Generator().manual_seed(1))
+    hidden = torch.randn(7, 8, generator=torch.Generator().manual_seed(2))
+    token_ids = torch.tensor([4, 9, 49, 0, 7, 60])
+
+    def scores(device: torch.device, seen: Watch | CudaWatch | None = None):
+        scorer = PromptLogprobScorer(None, 50)  # type: ignore[arg-type]
+        weights, rows = to_device(head, device), to_device(hidden, device)
+        reads = StepReads(device)
+        with nullcontext() if seen is None else seen.refusing():
+            told = scorer.score(rows, [_Part(1, 1, token_ids, 2)], lambda h: h @ weights, reads)
+            reads.wait()
+        return told()[1]
+
+    expected = scores(torch.device("cpu"))
+    with simulated_device() as (device, seen):
+        before = seen.num_waits
+        assert scores(device, seen) == expected
+        assert seen.num_waits - before == 1
+    assert len(expected) == len(token_ids)
+    assert np.isneginf(expected[-1].logprob)

@@ -1,0 +1,345 @@
+"""A device in name: it computes on the CPU, and what the host would wait for on a GPU is refused.
+
+`torch.device("simulated")` has torch's interface of an accelerator. Its tensors hold CPU tensors,
+so that a model runs on it with real values. Inside `Watch.refusing()` an operation raises
+`DeviceWaitError` if on an accelerator the host would wait for it:
+
+* reading a value back (`item`, `bool`, `tolist`), or copying to the host without `non_blocking`;
+* a result whose shape depends on values (`nonzero`, boolean indices, `unique`);
+* a copy from host memory that is not pinned, or without `non_blocking`.
+
+Asynchronous copies are as late as they can be: the host side of a copy to it is garbage until an
+event that was recorded later is waited for, and whoever writes to the host side of a copy from it
+before then is told so.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+NAME = "simulated"
+ON_CUDA = bool(os.environ.get("TEST_CUDA"))
+aten = torch.ops.aten
+
+
+class DeviceWaitError(AssertionError):
+    """The host would wait for the device, or did not wait where it must."""
+
+
+READS_BACK = {
+    each.default
+    for each in (aten._local_scalar_dense, aten.equal, aten.is_nonzero, aten.allclose)
+    if hasattr(each, "default")
+}
+SHAPED_BY_VALUES = {
+    aten.nonzero.default,
+    aten.masked_select.default,
+    aten._unique2.default,
+    aten.unique_dim.default,
+    aten.unique_consecutive.default,
+    aten.bincount.default,
+}
+INDEXED = {
+    aten.index.Tensor,
+    aten.index_put.default,
+    aten.index_put_.default,
+    aten._index_put_impl_.default,
+}
+COMPOSITE = "CompositeImplicitAutograd"
+
+
+class DeviceTensor(Tensor):
+    """A tensor on the simulated device, and the CPU tensor that has its values."""
+
+    values: Tensor
+
+    @staticmethod
+    def __new__(cls, values: Tensor) -> DeviceTensor:
+        made: DeviceTensor = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls,
+            values.shape,
+            strides=values.stride(),
+            storage_offset=values.storage_offset(),
+            dtype=values.dtype,
+            device=torch.device(NAME, 0),
+        )
+        made.values = values
+        return made
+
+    def __repr__(self, **_: object) -> str:  # type: ignore[override]
+        return f"DeviceTensor({self.values})"
+
+    def tolist(self) -> Any:
+        if watch().refuses:
+            raise DeviceWaitError("tolist reads values back")
+        return self.values.tolist()
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        return watch().run(func, args, kwargs or {})
+
+
+class Event:
+    """As `torch.cuda.Event`."""
+
+    def __init__(self, enable_timing: bool = False) -> None:
+        self._at: int | None = None
+        self._time = 0.0
+
+    def record(self) -> None:
+        self._at, self._time = watch().now(), time.perf_counter()
+
+    def elapsed_time(self, end: Event) -> float:
+        """Milliseconds."""
+        return (end._time - self._time) * 1000
+
+    def synchronize(self) -> None:
+        if self._at is not None:
+            watch().deliver(self._at)
+
+
+class _Module:
+    """As `torch.cuda`, where a step uses it."""
+
+    Event = Event
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def is_available(self) -> bool:
+        return True
+
+    def current_device(self) -> int:
+        return 0
+
+    def _is_in_bad_fork(self) -> bool:
+        return False
+
+    def manual_seed_all(self, seed: int) -> None:
+        pass
+
+    def device_count(self) -> int:
+        return 1
+
+    def synchronize(self, device: object = None) -> None:
+        if watch().refuses:
+            raise DeviceWaitError("the whole device is waited for")
+        watch().deliver(watch().now())
+
+
+class Watch(TorchDispatchMode):
+    """Computes what is on the device, and sees every operation while it is entered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.refuses = False
+        self.num_waits = 0
+        """Waits for events that had something to deliver."""
+        self._pinned: dict[int, Tensor] = {}
+        """By address; kept, so that no other memory gets the address."""
+        self._clock = itertools.count()
+        self._to_host: list[tuple[int, Tensor, Tensor]] = []
+        """When, the pinned target, the values."""
+        self._to_device: list[tuple[int, Tensor, Tensor]] = []
+        """When, the pinned source, and its values then."""
+
+    @contextmanager
+    def refusing(self) -> Iterator[None]:
+        """Refuse what waits for the device; in the end nothing may be under way."""
+        self.refuses = True
+        try:
+            yield
+        finally:
+            self.refuses = False
+
+    def forget(self) -> None:
+        """Nothing is under way, and no memory is pinned."""
+        self._to_host, self._to_device = [], []
+        self._pinned.clear()
+
+    def now(self) -> int:
+        return next(self._clock)
+
+    def deliver(self, until: int) -> None:
+        """What was enqueued before this moment is done."""
+        due = [each for each in self._to_host if each[0] < until]
+        self.num_waits += bool(due)
+        for _, target, values in due:
+            target.copy_(values)
+        self._to_host = [each for each in self._to_host if each[0] >= until]
+        for _, source, before in (each for each in self._to_device if each[0] < until):
+            if not torch.equal(source.view(torch.uint8), before.view(torch.uint8)):
+                raise DeviceWaitError("host memory was written while it was being copied")
+        self._to_device = [each for each in self._to_device if each[0] >= until]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        return self.run(func, args, kwargs or {})
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if _is_composite(func):  # inference mode does not take it apart
+            with self:
+                return func.decompose(*args, **kwargs)
+        given = tree_leaves((args, kwargs))
+        on_device = any(isinstance(each, DeviceTensor) for each in given)
+        target = kwargs.get("device")
+        to_device = on_device if target is None else torch.device(target).type == NAME
+        if not on_device and not to_device:
+            return self._on_host(func, args, kwargs)
+        if self.refuses:
+            self._check(func, args, kwargs)
+        if (moved := self._moved(func, args, kwargs, to_device=to_device)) is not None:
+            return moved
+        if target is not None:
+            kwargs = {**kwargs, "device": torch.device("cpu")}
+        kwargs.pop("pin_memory", None)
+        kwargs.pop("non_blocking", None)
+        result = func(*tree_map(_values, args), **tree_map(_values, kwargs))
+        if func in READS_BACK:
+            return result
+        there = {id(each.values): each for each in given if isinstance(each, DeviceTensor)}
+
+        def wrapped(each: Any) -> Any:
+            if not isinstance(each, Tensor) or not to_device:
+                return each
+            return there[id(each)] if id(each) in there else DeviceTensor(each)
+
+        return tree_map(wrapped, result)
+
+    def _on_host(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        pins = kwargs.pop("pin_memory", False)
+        if func is aten._pin_memory.default or func is aten.pin_memory.default:
+            func, pins = aten.clone.default, True
+        if func is aten.is_pinned.default:
+            return self._is_pinned(args[0])
+        result = func(*args, **kwargs)
+        if pins:
+            self._pinned[result.untyped_storage().data_ptr()] = result
+        return result
+
+    def _is_pinned(self, tensor: Tensor) -> bool:
+        return tensor.untyped_storage().data_ptr() in self._pinned
+
+    def _check(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if func in READS_BACK:
+            raise DeviceWaitError(f"{func} reads a value back")
+        if func in SHAPED_BY_VALUES:
+            raise DeviceWaitError(f"the result of {func} has a shape that depends on values")
+        if func is aten.repeat_interleave.Tensor and kwargs.get("output_size") is None:
+            raise DeviceWaitError("repeat_interleave without output_size reads back")
+        if func in INDEXED:
+            for index in args[1]:
+                if isinstance(index, DeviceTensor) and index.dtype in (torch.bool, torch.uint8):
+                    raise DeviceWaitError("an index by a mask has a shape that depends on values")
+                if isinstance(index, Tensor) and not isinstance(index, DeviceTensor):
+                    raise DeviceWaitError("an index on the host is copied from memory not pinned")
+
+    def _moved(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, to_device: bool
+    ) -> Any:
+        """The result of a copy between host and device; None for any other operation."""
+        if func is aten.copy_.default:
+            target, source = args[0], args[1]
+            waits = not (kwargs.get("non_blocking") or (len(args) > 2 and args[2]))
+            if isinstance(target, DeviceTensor) == isinstance(source, DeviceTensor):
+                return None
+            if source.dim() == 0 and not isinstance(source, DeviceTensor):
+                return None  # a number, which travels with the call
+            if isinstance(target, DeviceTensor):
+                target.values.copy_(self._uploaded(source, waits))
+                return target
+            self._download(target, source, waits)
+            return target
+        if func is aten._to_copy.default and isinstance(args[0], DeviceTensor) != to_device:
+            waits = not kwargs.get("non_blocking")
+            source = args[0]
+            kwargs = {k: v for k, v in kwargs.items() if k in ("dtype", "memory_format")}
+            if to_device:
+                return DeviceTensor(aten._to_copy(self._uploaded(source, waits), **kwargs))
+            if self.refuses:
+                raise DeviceWaitError("a value is copied to host memory that is not pinned")
+            return aten._to_copy(source.values, **kwargs)
+        return None
+
+    def _uploaded(self, source: Tensor, waits: bool) -> Tensor:
+        if self.refuses and not self._is_pinned(source):
+            raise DeviceWaitError("a copy from host memory that is not pinned waits")
+        if self.refuses and waits:
+            raise DeviceWaitError("a copy to the device without non_blocking waits")
+        if self._is_pinned(source):
+            self._to_device.append((self.now(), source, source.clone()))
+        return source
+
+    def _download(self, target: Tensor, source: DeviceTensor, waits: bool) -> None:
+        if self.refuses and (waits or not self._is_pinned(target)):
+            raise DeviceWaitError("a copy to the host without non_blocking, or not pinned, waits")
+        if waits:
+            target.copy_(source.values)
+            return
+        self._to_host.append((self.now(), target, source.values.to(target.dtype, copy=True)))
+        target.view(-1).view(torch.uint8).fill_(0xA5)
+
+
+@cache
+def _is_composite(func: Any) -> bool:
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), COMPOSITE))
+
+
+def _values(each: Any) -> Any:
+    return each.values if isinstance(each, DeviceTensor) else each
+
+
+@cache
+def watch() -> Watch:
+    """The one of this process: a name of a device can be registered once."""
+    _setup_privateuseone_for_python_backend(NAME, backend_module=_Module())
+    return Watch()
+
+
+@contextmanager
+def simulated_device() -> Iterator[tuple[torch.device, Watch]]:
+    """Tensors can be made on the device inside."""
+    with torch.inference_mode(), watch() as mode:
+        mode.forget()
+        yield torch.device(NAME, 0), mode
+
+
+class CudaWatch:
+    """As `Watch`, on a real GPU: what torch itself takes for waiting is refused there."""
+
+    num_waits = 0
+    """Not counted."""
+
+    @contextmanager
+    def refusing(self) -> Iterator[None]:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@contextmanager
+def accelerator() -> Iterator[tuple[torch.device, Watch | CudaWatch]]:
+    """The first GPU where `TEST_CUDA` is set (`make test-cuda`), else the simulated device."""
+    if not ON_CUDA:
+        with simulated_device() as simulated:
+            yield simulated
+        return
+    with torch.inference_mode():
+        yield torch.device("cuda", 0), CudaWatch()
