@@ -545,6 +545,7 @@ def _wire_request(
         tenant=rendered.tenant,
         frames=rendered.frames,
         weight=rendered.weight,
+        adapter=rendered.adapter,
     )
 
 
