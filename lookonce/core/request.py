@@ -854,6 +854,7 @@ class BlockContent(NamedTuple):
     parent: bytes | None
     tokens: bytes
     items: tuple[bytes, ...]
+    adapter: bytes = b""
 
 
 def block_content(sequence: Sequence, index: int, block_size: int) -> BlockContent:
@@ -864,7 +865,7 @@ def block_content(sequence: Sequence, index: int, block_size: int) -> BlockConte
     indices = features.overlapping(start, end) if remembered else range(0)
     items = tuple(features.keys_of(indices)) if indices else ()
     parent = sequence.block_hashes[index - 1] if index else None
-    return BlockContent(parent, sequence.tokens.raw(start, end), items)
+    return BlockContent(parent, sequence.tokens.raw(start, end), items, sequence.request.adapter)
 
 
 class BlockHashCache:

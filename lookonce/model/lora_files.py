@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,18 @@ from torch import Tensor, nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, apply_renamings
 
-from lookonce.errors import BadRequestError
+from lookonce.errors import BadRequestError, ConfigError
 from lookonce.model.families.base import ModelFamily
 from lookonce.model.fused_modules import GatedProduct
-from lookonce.model.lora import AdaptableLayers, LoRAAdapter, LoRALayer, linear_sizes
+from lookonce.model.lora import (
+    AdaptableLayers,
+    LoRAAdapter,
+    LoRALayer,
+    RunnerLoRA,
+    linear_sizes,
+)
 from lookonce.model.state import StepForward
-from lookonce.types.lora import LoRAIdentity
+from lookonce.types.lora import LoRAIdentity, ReadAdapter
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -312,3 +319,36 @@ def _check_shapes(
             f"the matrices of {layer} are {shapes[0]} and {shapes[1]}; of rank {rank} for this "
             f"model they are {expected[0]} and {expected[1]}"
         )
+
+
+class AdapterStore:
+    """The adapters of a runner. One thread at a time calls it, beside the steps: what it makes is
+    installed by the step thread, between two steps."""
+
+    def __init__(self, family: ModelFamily, runner: RunnerLoRA, *, max_rank: int) -> None:
+        """Raises `ConfigError` for a model that is served without adapters."""
+        if reason := why_no_adapters(family):
+            raise ConfigError(f"--lora, --lora-dir: {reason}")
+        self._family = family
+        self._runner = runner
+        self._max_rank = max_rank
+        self._loaded = runner.loaded
+        weight = family.embed_tokens.weight
+        assert isinstance(weight, Tensor)
+        self._like = torch.zeros((), dtype=weight.dtype, device=weight.device)
+
+    def load(self, path: str) -> ReadAdapter:
+        """Read the adapter in a folder. Raises `BadRequestError`."""
+        adapter = read_adapter(
+            Path(path), self._family, self._runner.layers, max_rank=self._max_rank, like=self._like
+        )
+        self._loaded = self._loaded.with_adapter(adapter)
+        return ReadAdapter(adapter.identity, adapter.rank, self._install())
+
+    def drop(self, digest: bytes) -> Callable[[], None]:
+        """Make what is held without this adapter, which no sequence uses any more."""
+        self._loaded = self._loaded.without(digest)
+        return self._install()
+
+    def _install(self) -> Callable[[], None]:
+        return partial(setattr, self._runner, "loaded", self._loaded)

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import msgspec
+
+Install = Callable[[], None]
+"""Lets the runner use what was made; called by the step thread, between two steps."""
 
 
 class LoRAIdentity(msgspec.Struct, frozen=True, array_like=True):
@@ -23,3 +29,13 @@ class LoRAInfo(msgspec.Struct, frozen=True, array_like=True):
     identity: LoRAIdentity
     rank: int
     """The largest of its matrices."""
+    path: str = ""
+    """Of its folder; no client is told."""
+
+
+class ReadAdapter(NamedTuple):
+    """An adapter that was read, and how the runner comes to use it."""
+
+    identity: LoRAIdentity
+    rank: int
+    install: Install
