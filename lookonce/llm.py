@@ -82,7 +82,6 @@ from lookonce.frontend.transcription import (
     TranscriptDone,
     TranscriptionOptions,
 )
-from lookonce.types.lora import LoRAIdentity
 from lookonce.types.media import MODALITIES, Modality
 from lookonce.types.pooling import PoolingInfo
 from lookonce.types.request import Overflow, PromptLogprob, RenderedPrompt, TokenLogprob
@@ -172,7 +171,7 @@ class LLM:
         `{"type": "image_pil", "image_pil": picture}` holds a Pillow image, as in vLLM. `lora` is
         the name of an adapter. Raises `ModelNotFoundError` for one that is not loaded."""
         renders = [
-            partial(self._render_chat, c, cache_salt, adapter=self._adapter(lora))
+            partial(self._render_chat, c, cache_salt, lora_name=self._lora_name(lora))
             for c in _conversations(messages)
         ]
         sampling, tools = self._for_chat(sampling_params)
@@ -188,8 +187,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Continuations of one prompt, or of each of several, as text or token ids; `lora` as in
         `chat`."""
-        adapter = self._adapter(lora)
-        renders = [partial(self._render_prompt, p, cache_salt, adapter) for p in _prompts(prompts)]
+        name = self._lora_name(lora)
+        renders = [partial(self._render_prompt, p, cache_salt, name) for p in _prompts(prompts)]
         return self._loop.run(self._answer_all(renders, self._sampling(sampling_params)))
 
     def embed(
@@ -243,8 +242,8 @@ class LLM:
 
         `on_finish` is called with the whole answer, in another thread, before the iterator ends.
         """
-        adapter = self._adapter(lora)
-        render = partial(self._render_chat, _with_urls(messages), None, adapter=adapter)
+        name = self._lora_name(lora)
+        render = partial(self._render_chat, _with_urls(messages), None, lora_name=name)
         texts = self._stream(render, *self._for_chat(sampling_params), on_finish)
         try:
             while (text := self._loop.run(_next(texts))) is not None:
@@ -286,7 +285,7 @@ class LLM:
             overflow=overflow,
             keep_tokens=keep_tokens,
             cache_salt=cache_salt,
-            adapter=self._adapter(lora),
+            lora_name=self._lora_name(lora),
         )
         return LiveSession(self._loop.run(opening), self._loop.run)
 
@@ -385,14 +384,11 @@ class LLM:
         """The names of the LoRA adapters that are loaded."""
         return self._frontend.engine.adapters.names()
 
-    def _adapter(self, name: str | None) -> LoRAIdentity | None:
-        """Raises `ModelNotFoundError`."""
-        if name is None:
-            return None
-        info = self._frontend.engine.adapters.get(name)
-        if info is None:
+    def _lora_name(self, name: str | None) -> str:
+        """Empty for None. Raises `ModelNotFoundError`."""
+        if name is not None and self._frontend.engine.adapters.get(name) is None:
             raise ModelNotFoundError(f"there is no adapter {name!r}", param="lora")
-        return info.identity
+        return name or ""
 
     def stats(self) -> dict[str, float]:
         """The engine's counters."""
@@ -451,26 +447,26 @@ class LLM:
         cache_salt: str | None,
         options: Mapping[str, Any] | None = None,
         *,
-        adapter: LoRAIdentity | None = None,
+        lora_name: str = "",
     ) -> RenderedPrompt:
         async with self._rendering:
             rendered = await self._frontend.renderer.render_chat(
                 messages, cache_salt=cache_salt, options=options
             )
-        rendered.adapter = adapter
+        rendered.lora_name = lora_name
         return rendered
 
     async def _render_prompt(
         self,
         prompt: str | list[int],
         cache_salt: str | None,
-        adapter: LoRAIdentity | None = None,
+        lora_name: str = "",
     ) -> RenderedPrompt:
         async with self._rendering:
             rendered = await self._frontend.renderer.render_completion(
                 prompt, cache_salt=cache_salt
             )
-        rendered.adapter = adapter
+        rendered.lora_name = lora_name
         return rendered
 
     async def _transcribe(

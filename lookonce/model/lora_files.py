@@ -325,17 +325,17 @@ class AdapterStore:
     """The adapters of a runner. One thread at a time calls it, beside the steps: what it makes is
     installed by the step thread, between two steps."""
 
-    def __init__(self, family: ModelFamily, runner: RunnerLoRA, *, max_rank: int) -> None:
-        """Raises `ConfigError` for a model that is served without adapters."""
+    def __init__(
+        self, family: ModelFamily, runner: RunnerLoRA, *, max_rank: int, like: Tensor
+    ) -> None:
+        """`like` has the dtype and the device of activations. Raises `ConfigError` for a model that is served without adapters."""
         if reason := why_no_adapters(family):
             raise ConfigError(f"--lora, --lora-dir: {reason}")
         self._family = family
         self._runner = runner
         self._max_rank = max_rank
         self._loaded = runner.loaded
-        weight = family.embed_tokens.weight
-        assert isinstance(weight, Tensor)
-        self._like = torch.zeros((), dtype=weight.dtype, device=weight.device)
+        self._like = like
 
     def load(self, path: str) -> ReadAdapter:
         """Read the adapter in a folder. Raises `BadRequestError`."""

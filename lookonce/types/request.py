@@ -46,8 +46,10 @@ class GenerateRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
     begins with."""
     weight: float = 1.0
     """How many times another one's share the tenant gets."""
+    lora_name: str = ""
+    """The LoRA adapter that it asks for; empty: none."""
     adapter: LoRAIdentity | None = None
-    """The LoRA adapter that it is computed with."""
+    """The contents of that adapter, which the engine sets on receipt."""
 
 
 Overflow = Literal["end", "compact"]
@@ -243,7 +245,7 @@ class RenderedPrompt:
     """
 
     __slots__ = (
-        *("adapter", "features", "frames", "ids", "items", "scope", "tenant", "text", "weight"),
+        *("features", "frames", "ids", "items", "lora_name", "scope", "tenant", "text", "weight"),
     )
 
     def __init__(
@@ -269,8 +271,8 @@ class RenderedPrompt:
         """[n, *frame shape], where a live session adds a frame of sound to each token."""
         self.weight = 1.0
         """How many times another one's share the tenant gets."""
-        self.adapter: LoRAIdentity | None = None
-        """The LoRA adapter that it is computed with."""
+        self.lora_name = ""
+        """The LoRA adapter that it asks for; empty: none."""
 
     @property
     def cost(self) -> int:

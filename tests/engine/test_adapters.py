@@ -75,13 +75,12 @@ def test_an_adapter_stays_until_the_last_request_with_it_has_ended():
     world = World()
     world.load("a", "one")
     assert [error for _, error in world.settle()] == [None]
-    identity = world.identity("a")
-    world.adapters.acquire("r", identity)
+    assert world.adapters.acquire("r", "a") == world.identity("a")
     world.adapters.unload("a")
     world.settle()
     assert world.store.installed == {b"one"}
-    with pytest.raises(ModelNotFoundError):
-        world.adapters.acquire("later", identity)
+    with pytest.raises(ModelNotFoundError, match="'a'"):
+        world.adapters.acquire("later", "a")
     world.adapters.release("r")
     world.settle()
     assert world.store.installed == frozenset()
@@ -91,7 +90,7 @@ def test_other_contents_under_a_name_do_not_touch_what_runs():
     world = World()
     world.load("a", "one")
     world.settle()
-    world.adapters.acquire("r", world.identity("a"))
+    world.adapters.acquire("r", "a")
     with pytest.raises(BadRequestError, match="loaded already"):
         world.load("a", "two")
     world.load("a", "two", replace=True)
@@ -170,7 +169,7 @@ class AdaptersMachine(RuleBasedStateMachine):
     def begin(self, data):
         info = data.draw(st.sampled_from(self.world.adapters.listed))
         self.count += 1
-        self.world.adapters.acquire(f"r{self.count}", info.identity)
+        self.world.adapters.acquire(f"r{self.count}", info.name)
         self.running[f"r{self.count}"] = info.identity.digest
 
     @precondition(lambda self: self.running)

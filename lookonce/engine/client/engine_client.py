@@ -578,7 +578,7 @@ def _wire_request(
         tenant=rendered.tenant,
         frames=rendered.frames,
         weight=rendered.weight,
-        adapter=rendered.adapter,
+        lora_name=rendered.lora_name,
     )
 
 

@@ -129,13 +129,16 @@ class EngineAdapters:
 
     # --- requests -----------------------------------------------------------------------------
 
-    def acquire(self, request_id: str, identity: LoRAIdentity) -> None:
-        """Keep an adapter for a request. Raises `ModelNotFoundError` where it is not loaded any
-        more."""
-        if all(info.identity != identity for info in self._by_name.values()):
-            raise ModelNotFoundError("this adapter is not loaded any more", param="model")
-        self._of_request[request_id] = identity.digest
-        self._uses[identity.digest] += 1
+    def acquire(self, request_id: str, name: str) -> LoRAIdentity:
+        """What the name stands for, kept for a request. Raises `ModelNotFoundError`."""
+        info = self._by_name.get(name)
+        if info is None:
+            raise ModelNotFoundError(
+                f"the model {name[:200]!r} is not served any more", param="model"
+            )
+        self._of_request[request_id] = info.identity.digest
+        self._uses[info.identity.digest] += 1
+        return info.identity
 
     def release(self, request_id: str) -> None:
         """Other requests have none, and may be given."""

@@ -91,7 +91,6 @@ from lookonce.ipc.messages import (
     UpdateCache,
     Welcome,
 )
-from lookonce.types.lora import LoRAIdentity
 from lookonce.types.media import Array, ProcessedItem
 from lookonce.types.request import SESSION_CREDITS, GenerateRequest, client_request_id
 
@@ -402,9 +401,7 @@ class InputThread:
             if isinstance(message, OpenSession):
                 self._sessions.check_room(message.request.tenant)
                 _require_all_items(held)
-            if message.request.adapter is not None:
-                self._acquire_adapter(request_id, message.request.adapter)
-            return self._preprocess(message.request, held.items), held
+            return self._preprocess(self._with_adapter(message.request), held.items), held
         except LookOnceError as error:
             self._receiver_cache.release(request_id)
             self._release_adapter(request_id)
@@ -596,10 +593,17 @@ class InputThread:
 
     # --- adapters -----------------------------------------------------------------------------
 
-    def _acquire_adapter(self, request_id: str, identity: LoRAIdentity) -> None:
-        if self._adapters is None:
-            raise ModelNotFoundError("this engine serves no adapters", param="model")
-        self._adapters.acquire(request_id, identity)
+    def _with_adapter(self, request: GenerateRequest) -> GenerateRequest:
+        """The request with the contents of the adapter that it asks for, which stay for it. Raises
+        `ModelNotFoundError`."""
+        identity = None
+        if request.lora_name:
+            if self._adapters is None:
+                raise ModelNotFoundError("this engine serves no adapters", param="model")
+            identity = self._adapters.acquire(request.request_id, request.lora_name)
+        if identity == request.adapter:
+            return request
+        return msgspec.structs.replace(request, adapter=identity)
 
     def _release_adapter(self, request_id: str) -> None:
         if self._adapters is not None:

@@ -151,7 +151,8 @@ def load_adapters(
         return None
     if loaded.info.pooling is not None:
         raise ConfigError("--lora, --lora-dir: adapters are served for models that generate")
-    store = AdapterStore(loaded.family, runner.lora, max_rank=lora.max_rank)
+    like = torch.zeros((), dtype=loaded.dtype, device=loaded.device)
+    store = AdapterStore(loaded.family, runner.lora, max_rank=lora.max_rank, like=like)
     infos = []
     for name, path in lora.adapters:
         try:

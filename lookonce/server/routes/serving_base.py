@@ -45,7 +45,6 @@ from lookonce.server.http.unknown_fields import note_ignored
 from lookonce.server.rate_limits import NO_LIMITS, RequestUsage
 from lookonce.server.services import Principal, Services, header
 from lookonce.types.logs import current_request_id
-from lookonce.types.lora import LoRAInfo
 from lookonce.types.request import RenderedPrompt
 from lookonce.types.sampling import SamplingParams
 
@@ -115,7 +114,7 @@ def open_context(
         limit_asked=names_limit(body),
         arrival=arrival,
         usage_limits=request.state.usage,
-        adapter=services.engine.adapters.get(model),
+        lora_name="" if services.engine.adapters.get(model) is None else model,
         token_name=token_id_name if getattr(body, "return_tokens_as_token_ids", None) else None,
     )
     if (trace := request.scope["state"].get("trace")) is not None:
@@ -180,8 +179,8 @@ class ServingContext:
     arrival: float = field(default_factory=time.monotonic)
     usage_limits: RequestUsage = field(default_factory=lambda: NO_LIMITS)
     """What of its limits the request uses."""
-    adapter: LoRAInfo | None = None
-    """The LoRA adapter that answers."""
+    lora_name: str = ""
+    """The LoRA adapter that answers; empty: none."""
     token_name: TokenName | None = None
     """What log-probabilities are listed by, if not by the text of the token."""
     created: int = field(default_factory=lambda: int(time.time()))
@@ -233,7 +232,7 @@ class ServingContext:
         `BadRequestError` for a prompt that the model cannot take."""
         self._prompts.append(rendered)
         rendered.tenant = self.principal.tenant
-        rendered.adapter = None if self.adapter is None else self.adapter.identity
+        rendered.lora_name = self.lora_name
         limit = sampling.max_tokens
         if not pools:
             limit = self.usage_limits.limit_answer(sampling.max_tokens, asked=self.limit_asked)
