@@ -328,7 +328,8 @@ class AdapterStore:
     def __init__(
         self, family: ModelFamily, runner: RunnerLoRA, *, max_rank: int, like: Tensor
     ) -> None:
-        """`like` has the dtype and the device of activations. Raises `ConfigError` for a model that is served without adapters."""
+        """`like` has the dtype and the device of activations. Raises `ConfigError` for a model that
+        is served without adapters."""
         if reason := why_no_adapters(family):
             raise ConfigError(f"--lora, --lora-dir: {reason}")
         self._family = family
