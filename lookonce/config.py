@@ -601,13 +601,16 @@ def _lora(options: Options) -> LoRAConfig | None:
             )
         if name in adapters or name == served:
             raise ConfigError(f"--lora: two models have the name {name!r}")
-        if not Path(path).is_dir():
-            raise ConfigError(f"--lora: {path} is not a folder")
         adapters[name] = str(Path(path).resolve())
     if len(adapters) > options.max_loras:
         raise ConfigError(
             f"--lora: {len(adapters)} adapters are more than --max-loras {options.max_loras}"
         )
+    for path in adapters.values():
+        if not Path(path).is_dir():
+            raise ConfigError(f"--lora: {path} is not a folder")
+        if not Path(path, "adapter_config.json").is_file():
+            raise ConfigError(f"--lora: {path} has no adapter_config.json")
     folder = None if options.lora_dir is None else str(Path(options.lora_dir).resolve())
     return LoRAConfig(
         tuple(adapters.items()), folder, int(options.max_loras), int(options.max_lora_rank)

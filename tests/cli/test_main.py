@@ -127,7 +127,7 @@ MISTAKES = [
     (["serve", "--lora-dir", "/nowhere"], "--lora-dir: /nowhere is not a folder"),
     (["serve", "--lora", "a=/", "--lora", "a=/"], "two models have the name 'a'"),
     (["serve", "--lora", "a=/", "--lora", "b=/", "--max-loras", "1"], "--max-loras 1"),
-    (["serve", "--lora", "a=/"], "--lora a: this adapter cannot be served: its folder has no"),
+    (["serve", "--lora", "a=/"], "--lora: / has no adapter_config.json"),
     (["serve", "/nowhere"], "'/nowhere' is not a folder"),
     (["serve", "--root-path", "models"], "--root-path"),
     (["chat", "hi", "--image", __file__], f"--image: {__file__} is not a picture"),
