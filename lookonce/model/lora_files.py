@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, apply_renamings
 
-from lookonce.errors import BadRequestError, ConfigError
+from lookonce.errors import BadRequestError
 from lookonce.model.families.base import ModelFamily
 from lookonce.model.fused_modules import GatedProduct
 from lookonce.model.lora import (
@@ -106,7 +106,7 @@ def _why_not(family: ModelFamily, name: str) -> str | None:
 def why_no_adapters(family: ModelFamily) -> str | None:
     """Why this model cannot be served with adapters; None where it can."""
     if family.encoder_decoder or family.encoder_only:
-        return "adapters are served for decoders"
+        return "adapters are served for decoders alone"
     if family.frame_encoder is not None:
         return "adapters are not served for models that hear frame by frame"
     return None
@@ -328,10 +328,7 @@ class AdapterStore:
     def __init__(
         self, family: ModelFamily, runner: RunnerLoRA, *, max_rank: int, like: Tensor
     ) -> None:
-        """`like` has the dtype and the device of activations. Raises `ConfigError` for a model that
-        is served without adapters."""
-        if reason := why_no_adapters(family):
-            raise ConfigError(f"--lora, --lora-dir: {reason}")
+        """`like` has the dtype and the device of activations."""
         self._family = family
         self._runner = runner
         self._max_rank = max_rank

@@ -30,7 +30,7 @@ from lookonce.model.kv_pages import KVPages, PageCopier
 from lookonce.model.loader import LoadedModel
 from lookonce.model.logits_processors import FAILED
 from lookonce.model.lora import RunnerLoRA
-from lookonce.model.lora_files import adaptable_layers
+from lookonce.model.lora_files import adaptable_layers, why_no_adapters
 from lookonce.model.pooling import Pooler
 from lookonce.model.sampler import PromptLogprobScorer, Sampler, SamplerOutput
 from lookonce.model.state import StateChunk, StepStates
@@ -78,8 +78,8 @@ class Runner:
         self._kv_pages = kv_pages
         self._states = loaded.state_pool(max_num_seqs, num_snapshots)
         self.lora: RunnerLoRA | None = None
-        """None: no adapters are served."""
-        if adapters:
+        """None: no adapters are served, or none can be for this family."""
+        if adapters and why_no_adapters(family) is None:
             self.lora = RunnerLoRA(adaptable_layers(family))
         self.text_model = TextModel(
             family,

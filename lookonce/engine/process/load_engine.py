@@ -29,7 +29,7 @@ from lookonce.errors import BadRequestError, ConfigError, ModelLoadError
 from lookonce.model.attention.backend import AttentionBackend
 from lookonce.model.attention.select import resolve_block_size, select_backend
 from lookonce.model.loader import LoadedModel, load_model
-from lookonce.model.lora_files import AdapterStore
+from lookonce.model.lora_files import AdapterStore, why_no_adapters
 from lookonce.model.runner import Runner, ThreadCounts
 from lookonce.render.families.registry import media_examples
 from lookonce.types.lora import LoRAInfo
@@ -147,10 +147,13 @@ def load_adapters(
 ) -> EngineAdapters | None:
     """The adapters that are loaded at start. Raises `ConfigError` for a model without support for
     adapters, and `ModelLoadError` for an adapter that cannot be served."""
-    if lora is None or runner.lora is None:
+    if lora is None:
         return None
+    reason = why_no_adapters(loaded.family)
     if loaded.info.pooling is not None:
-        raise ConfigError("--lora, --lora-dir: adapters are served for models that generate")
+        reason = "adapters are not served for models that give embeddings or scores"
+    if reason is not None or runner.lora is None:
+        raise ConfigError(f"--lora, --lora-dir: {reason}")
     like = torch.zeros((), dtype=loaded.dtype, device=loaded.device)
     store = AdapterStore(loaded.family, runner.lora, max_rank=lora.max_rank, like=like)
     infos = []

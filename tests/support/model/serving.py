@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -232,7 +232,7 @@ def make_core(
     info: ModelInfo | None = None,
     edit: PlanEdit = lambda plan: plan,
     num_snapshots: int = 32,
-    adapters: Iterable[LoRAAdapter] = (),
+    adapters: Sequence[LoRAAdapter] = (),
 ) -> tuple[EngineCore, CapturingRunner]:
     """`info` is what the scheduler believes of the model, `edit` changes plans on their way to the
     runner: both are for taking a piece of handling away.
@@ -256,10 +256,10 @@ def make_core(
         max_num_batched_tokens=budget,
         edit=edit,
         num_snapshots=num_snapshots,
-        adapters=True,
+        adapters=bool(adapters),
     )
-    assert runner.lora is not None
     for adapter in adapters:
+        assert runner.lora is not None
         runner.lora.loaded = runner.lora.loaded.with_adapter(adapter)
     return EngineCore(scheduler, runner), runner
 
@@ -278,7 +278,7 @@ def serve(
     `prompt_logprobs`: by case, how many of the likeliest it asks for beside its prompt's tokens.
     `adapted`: by case, the adapter that it is computed with. `options` are those of `make_core`.
     """
-    core, runner = make_core(loaded, adapters=adapted.values(), **options)
+    core, runner = make_core(loaded, adapters=list(adapted.values()), **options)
     tokens: dict[str, list[int]] = {str(i): [] for i in range(len(cases))}
     reasons: dict[str, str] = {}
     scored: dict[int, list[PromptLogprob]] = {}
