@@ -33,7 +33,7 @@ def on_node(folder, scenario, **options):
         async with engine_node(folder("qwen3"), **options) as node:
             await scenario(node)
 
-    run(serve)
+    run(serve())
 
 
 def body(model=None, **options):
