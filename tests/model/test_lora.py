@@ -43,8 +43,11 @@ def every(adapter):
         ("qwen3", {"lora_alpha": 16}),
         ("qwen2", {"target_modules": "all-linear", "use_rslora": True}),
         ("gemma2", {"target_modules": r".*\.(q_proj|down_proj)"}),
-        ("text:deepseek_v2", {"target_modules": ["q_proj", "o_proj", "down_proj"]}),
-        ("text:lfm2", {"target_modules": ["w1", "w2"], "exclude_modules": ["layers.1.w1"]}),
+        ("text:deepseek_v2", {"target_modules": ["q_proj", "kv_a_proj_with_mqa", "o_proj"]}),
+        (
+            "text:lfm2",
+            {"target_modules": ["w1", "w2"], "exclude_modules": ["model.layers.1.feed_forward.w1"]},
+        ),
         ("qwen2_5_vl", {"target_modules": LANGUAGE_MODEL}),
         ("qwen2_5_vl", {"target_modules": "all-linear"}),
         ("gemma3", {"target_modules": "all-linear", "r": 2}),

@@ -369,7 +369,7 @@ def assert_parity(served: Served, expected: Sequence[Answer]) -> None:
     difference = compare(served.answers, expected)
     assert difference.wrong == 0
     largest = max(1.0, *(float(answer.logits.abs().max()) for answer in expected))
-    assert difference.max_logit_error < MAX_LOGIT_ERROR * largest
+    assert difference.max_logit_error < MAX_LOGIT_ERROR * largest, difference
 
 
 def blocks_for_preemption(cases: Sequence[Case], block_size: int) -> int:
