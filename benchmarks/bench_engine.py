@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import Self
 
 import numpy as np
 
@@ -91,7 +92,7 @@ class BenchEngine:
         )
         self.core.wake_with(self._woken.set)
 
-    def __enter__(self) -> BenchEngine:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
