@@ -80,7 +80,7 @@ def measure(folder: str, *, rank: int, turns: int) -> Report:
                 seconds = engine.prefill(each[0] if name == "one" else None)
                 if turn:
                     prompts[name].append(seconds)
-    report = Report("lora", ("sequences' adapters", "work", "ms", "of none"))
+    report = Report("lora", ("adapters", "work", "CPU ms", "of none"))
     for work, measured in ((f"a step of {BATCH}", decodes), (f"{LONG_PROMPT} tokens", prompts)):
         for name, times in measured.items():
             ratio = median([a / b for a, b in zip(times, measured["none"], strict=True)])
@@ -113,15 +113,15 @@ class AdapterEngine(BenchEngine):
         self._count = 0
 
     def decode(self, identities: Sequence[LoRAIdentity | None]) -> float:
-        """Seconds of a decode step of sequences with these adapters."""
+        """CPU seconds of a decode step of sequences with these adapters."""
         names = [self._begin(PROMPT_TOKENS, identity) for identity in identities]
         begun: set[str] = set()
         while len(begun) < len(names):
             begun |= self._step()
-        started = time.perf_counter()
+        started = time.process_time()
         for _ in range(STEPS):
             self._step()
-        seconds = (time.perf_counter() - started) / STEPS
+        seconds = (time.process_time() - started) / STEPS
         for name in names:
             self.core.abort(name)
         while self.core.has_work:
@@ -129,12 +129,12 @@ class AdapterEngine(BenchEngine):
         return seconds
 
     def prefill(self, identity: LoRAIdentity | None) -> float:
-        """Seconds until the first token after a long prompt."""
+        """CPU seconds until the first token after a long prompt."""
         name = self._begin(LONG_PROMPT, identity)
-        started = time.perf_counter()
+        started = time.process_time()
         while name not in self._step():
             pass
-        seconds = time.perf_counter() - started
+        seconds = time.process_time() - started
         self.core.abort(name)
         while self.core.has_work:
             self._step()

@@ -259,8 +259,8 @@ class StepLoRA:
                 _add_product(outputs[rows], linear(given, layer.a) * mask, layer.b)
             elif (span := layer.layout.get(adapter)) is not None:
                 ranks = slice(span.start, span.end)
-                down = linear(inputs[rows], layer.a[ranks]) * span.scale
-                _add_product(outputs[rows], down, layer.b[ranks])
+                down = linear(inputs[rows], layer.a[ranks])
+                _add_product(outputs[rows], down, layer.b[ranks], span.scale)
 
     def _mask(self, layer: _JoinedLayer) -> Tensor:
         mask = self._masks.get(layer.layout)
@@ -274,12 +274,12 @@ class StepLoRA:
         return mask
 
 
-def _add_product(outputs: Tensor, down: Tensor, b: Tensor) -> None:
-    """outputs [T, N] += down [T, R] · b [R, N]"""
+def _add_product(outputs: Tensor, down: Tensor, b: Tensor, scale: float = 1.0) -> None:
+    """outputs [T, N] += scale · down [T, R] · b [R, N]"""
     if outputs.dtype is torch.float32:
-        outputs.addmm_(down, b)
+        outputs.addmm_(down, b, alpha=scale)
     else:
-        outputs += linear(down, b.t())
+        outputs.add_(linear(down, b.t()), alpha=scale)
 
 
 class LinearHooks:
