@@ -3,8 +3,18 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch import nn
 
 from lookonce.core import request
+from lookonce.model.lora import (
+    AdaptableLayers,
+    LoadedAdapters,
+    LoRAAdapter,
+    LoRALayer,
+    StepLoRA,
+)
+from lookonce.types.lora import LoRAIdentity
 from tests.support.model.adapters import PROJECTIONS, answers_with, make_adapter, read
 from tests.support.model.serving import assert_parity, blocks_for_preemption, compare, serve
 
@@ -152,3 +162,43 @@ def test_scores_of_a_prompt_are_the_adapters(adapted):
     )
     plain, scored = ([entry.logprob for entry in served.scored[i]] for i in (0, 1))
     assert max(abs(a - b) for a, b in zip(plain, scored, strict=True)) > 0.1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_each_row_gets_its_own_adapter_whatever_is_loaded_beside(dtype):
+    """Short chunks share a product, long ones have their own; layers are columns of one product."""
+    generator = torch.Generator().manual_seed(0)
+    q, k = nn.Linear(12, 8, bias=False), nn.Linear(12, 4, bias=False)
+    layers = AdaptableLayers(decoder={"q": q, "k": k})
+
+    def adapter(digest, rank, *names):
+        made = {}
+        for name in names:
+            outputs = layers.decoder[name].out_features
+            a, b = (torch.randn(rank, n, generator=generator).to(dtype) for n in (12, outputs))
+            made[name] = LoRALayer(a, b, 0.5 * rank)
+        return LoRAAdapter(LoRAIdentity(digest), rank, made)
+
+    loaded = LoadedAdapters(layers)
+    adapters = {b"1": adapter(b"1", 2, "q", "k"), b"2": adapter(b"2", 3, "k"), b"": None}
+    for each in (adapters[b"1"], adapter(b"gone", 4, "q", "k"), adapters[b"2"]):
+        loaded = loaded.with_adapter(each)
+    loaded = loaded.without(b"gone")
+    lengths = [1, 1, 3, 20, 2, 17, 1]
+    owners = [b"1", b"2", b"", b"2", b"1", b"1", b""]
+    inputs = torch.randn(sum(lengths), 12, generator=generator).to(dtype)
+    expected = torch.zeros(len(inputs), 12)
+    rows = [owner for owner, length in zip(owners, lengths, strict=True) for _ in range(length)]
+    for row, owner in enumerate(rows):
+        for name, columns in (("q", slice(0, 8)), ("k", slice(8, 12))):
+            if adapters[owner] is not None and name in adapters[owner].layers:
+                a, b, scale = adapters[owner].layers[name]
+                expected[row, columns] = scale * (inputs[row].float() @ a.float().t()) @ b.float()
+    outputs = torch.zeros(len(inputs), 12, dtype=dtype)
+    StepLoRA(loaded, lengths, owners).add((q, k), inputs, outputs)
+    tolerance = 1e-5 if dtype is torch.float32 else 3e-2 * float(expected.abs().max())
+    assert torch.allclose(outputs.float(), expected, atol=tolerance)
+    with pytest.raises(ValueError, match="rows in a step"):
+        StepLoRA(loaded, lengths, owners).add((q,), inputs[1:], outputs[1:])
+    with pytest.raises(KeyError):
+        StepLoRA(loaded, [1], [b"gone"])
