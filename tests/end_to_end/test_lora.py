@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from pathlib import Path
 
 import openai
@@ -11,7 +13,7 @@ import pytest
 from lookonce.config import NANO_FOLDER, ModelConfig
 from lookonce.model.loader import load_model
 from tests.support.drawing import ask, picture
-from tests.support.live_server import LiveServer
+from tests.support.live_server import LiveServer, until
 from tests.support.model.adapters import PROJECTIONS, make_adapter
 
 CHANGES = 6
@@ -124,3 +126,24 @@ def test_an_adapter_of_the_whole_model_encodes_a_picture_anew_and_processes_noth
     assert items("whole")[1] in ("hit", "skipped")
     models = {model.id: model.parent for model in server.client().models.list()}
     assert models == {"nano": None, "kept": "nano", "whole": "nano"}
+
+
+def test_an_engine_that_was_killed_has_its_adapters_again(server):
+    def names():
+        with server.client() as client:
+            return {model.id for model in client.models.list()}
+
+    before = names()
+    assert "whole" in before
+    pid = server.engine_pid()
+    os.kill(pid, signal.SIGKILL)
+    until(lambda: server.engine_pid() not in (None, pid), 60, server.log)
+    until(lambda: server.get("/ready").status_code == 200, 60, server.log)
+    until(lambda: names() == before, 30, server.log)
+    for model in ("kept", "whole"):
+        body = {"model": model, "messages": TEXT, "max_tokens": 2}
+        until(
+            lambda body=body: server.post("/v1/chat/completions", body).status_code == 200,
+            30,
+            server.log,
+        )
