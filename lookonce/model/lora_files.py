@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import regex
 import torch
 from blake3 import blake3
 from safetensors import SafetensorError, safe_open
@@ -38,6 +39,8 @@ CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 PICKLE_FILE = "adapter_model.bin"
 MAX_CONFIG_BYTES = 1 << 20
+MATCH_SECONDS = 0.2
+"""How long an expression may take for one layer."""
 PREFIX = "base_model.model."
 """PEFT's own, before the name of a layer in the model that was trained."""
 MATRIX_NAME = re.compile(r"(?P<layer>.+)\.lora_(?P<which>[AB])\.weight")
@@ -274,10 +277,7 @@ def _is_targeted(config: dict[str, Any], layer: str) -> bool:
 def _names(patterns: str | Sequence[str], layer: str) -> bool:
     """A text is a regular expression of the whole name; each of a list ends it."""
     if isinstance(patterns, str):
-        try:
-            return re.fullmatch(patterns, layer) is not None
-        except re.error:
-            raise _refused("its target_modules or exclude_modules is no expression") from None
+        return _matches(patterns, layer)
     return any(layer == each or layer.endswith(f".{each}") for each in patterns)
 
 
@@ -295,12 +295,21 @@ def _rank_and_scale(config: dict[str, Any], layer: str) -> tuple[int, float]:
 def _pattern_value(patterns: dict[str, Any] | None, layer: str, default: Any) -> Any:
     """Of the first pattern that the layer's name ends with."""
     for pattern, value in (patterns or {}).items():
-        try:
-            if re.match(rf"(.*\.)?({pattern})$", layer):
-                return value
-        except re.error:
-            raise _refused(f"{pattern!r} in a pattern of its config is no expression") from None
+        if _matches(rf"(.*\.)?({pattern})", layer):
+            return value
     return default
+
+
+def _matches(expression: str, layer: str) -> bool:
+    """Whether an expression of somebody else's file is the whole name. Python's own module would
+    search for as long as it takes, and keep the engine from everything else meanwhile."""
+    try:
+        found = regex.fullmatch(expression, layer, timeout=MATCH_SECONDS, concurrent=True)
+    except regex.error:
+        raise _refused(f"{expression[:200]!r} in its config is no expression") from None
+    except TimeoutError:
+        raise _refused(f"{expression[:200]!r} in its config takes too long") from None
+    return found is not None
 
 
 def _check_shapes(

@@ -64,6 +64,8 @@ def refusal(adapter, subject, **options) -> str:
         ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights is 'pissa_niter_4'"),
         ({"target_modules": ["o_proj"]}, "not one of its target_modules"),
         ({"target_modules": r".*(q_proj"}, "no expression"),
+        ({"target_modules": r"((.+)\2*)+[!?]"}, "takes too long"),
+        ({"rank_pattern": {r"((.+)\4*)+[!?]": 8}}, "takes too long"),
         ({"exclude_modules": ["q_proj"]}, "not one of its target_modules"),
         ({"target_modules": None}, "target_modules"),
         ({"r": 8}, "of rank 8"),
