@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import Self
 
 import numpy as np
 
@@ -18,6 +19,7 @@ from lookonce.kv.encoder_connector import EncoderConnector
 from lookonce.model.attention.select import resolve_block_size, select_backend
 from lookonce.model.kv_pages import PageCopier
 from lookonce.model.loader import LoadedModel, load_model
+from lookonce.model.lora import LoRAAdapter
 from lookonce.model.runner import Runner
 from lookonce.types.kv import TierSpec
 from lookonce.types.media import Array, Expansion, MediaFeature, ProcessedItem
@@ -41,8 +43,10 @@ class BenchEngine:
         scheduler: SchedulerConfig = SchedulerConfig(),  # noqa: B008 - frozen
         stopwatch: Callable[[KVConnector], None] = lambda connector: None,
         watched: Callable[[ModelRunner], ModelRunner] = lambda runner: runner,
+        adapters: Sequence[LoRAAdapter] = (),
     ) -> None:
-        """`watched`: the runner that the engine gets instead of its own."""
+        """`watched`: the runner that the engine gets instead of its own. `adapters` are loaded;
+        without any, none is served."""
         kv = KVConfig(tiers=tiers, load_policy="always")
         settings = EngineSettings(
             model=ModelConfig(folder="", served_name="bench"),
@@ -60,7 +64,11 @@ class BenchEngine:
             backend=backend,
             max_num_seqs=scheduler.max_num_seqs,
             max_num_batched_tokens=scheduler.max_num_batched_tokens,
+            adapters=bool(adapters),
         )
+        if runner.lora is not None:
+            for adapter in adapters:
+                runner.lora.loaded = runner.lora.loaded.with_adapter(adapter)
         _touch(runner.page_copier())
         self.page_layout = runner.page_copier().layout
         self.external: KVConnector | None = None
@@ -84,7 +92,7 @@ class BenchEngine:
         )
         self.core.wake_with(self._woken.set)
 
-    def __enter__(self) -> BenchEngine:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

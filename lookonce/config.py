@@ -89,6 +89,8 @@ OPTION_RANGES = {
     "body_timeout": _SECONDS,
     "keep_alive_timeout": _SECONDS,
     "otlp_sample_ratio": Range(0, 1),
+    "max_loras": Range(1, 1_024),
+    "max_lora_rank": Range(1, 4_096),
     "response_store_gb": Range(0, 1 << 20),
     "response_store_ttl": Range(0, 1 << 32, above=True),
 }
@@ -369,6 +371,16 @@ class OtlpConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class LoRAConfig:
+    adapters: tuple[tuple[str, str], ...] = ()
+    """(name, folder) of those that are loaded at start."""
+    folder: str | None = None
+    """Adapters in folders beneath this one may be loaded while the server runs; None: none."""
+    max_loras: int = 8
+    max_rank: int = 64
+
+
+@dataclass(frozen=True, slots=True)
 class EventsConfig:
     """Where the engine tells what its caches gain and lose: ZMQ endpoints that it binds."""
 
@@ -400,6 +412,8 @@ class Config:
     logs: LogConfig = field(default_factory=LogConfig)
     otlp: OtlpConfig = field(default_factory=OtlpConfig)
     events: EventsConfig | None = None
+    lora: LoRAConfig | None = None
+    """None: no LoRA adapters are served."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -478,6 +492,10 @@ class Options:
     response_store_gb: float = 0.25
     response_store_ttl: float = 30 * 86_400.0
     request_log: str | None = None
+    lora: tuple[str, ...] = ()
+    lora_dir: str | None = None
+    max_loras: int = 8
+    max_lora_rank: int = 64
 
 
 def resolve(options: Options) -> Config:
@@ -567,6 +585,42 @@ def resolve(options: Options) -> Config:
         ),
         otlp=OtlpConfig(_otlp_endpoint(options.otlp_endpoint), options.otlp_sample_ratio),
         events=None if options.events is None else parse_events(options.events),
+        lora=_lora(options),
+    )
+
+
+LORA_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,127}")
+"""Names under which requests ask for adapters."""
+
+
+def _lora(options: Options) -> LoRAConfig | None:
+    if not options.lora and options.lora_dir is None:
+        return None
+    if options.lora_dir is not None and not Path(options.lora_dir).is_dir():
+        raise ConfigError(f"--lora-dir: {options.lora_dir} is not a folder")
+    served = options.served_model_name or options.model
+    adapters: dict[str, str] = {}
+    for text in options.lora:
+        name, _, path = text.partition("=")
+        if not LORA_NAME.fullmatch(name) or not path:
+            raise ConfigError(
+                f"--lora: {text!r} is not NAME=PATH with a name of letters, digits and . _ : / @ -"
+            )
+        if name in adapters or name == served:
+            raise ConfigError(f"--lora: two models have the name {name!r}")
+        adapters[name] = str(Path(path).resolve())
+    if len(adapters) > options.max_loras:
+        raise ConfigError(
+            f"--lora: {len(adapters)} adapters are more than --max-loras {options.max_loras}"
+        )
+    for path in adapters.values():
+        if not Path(path).is_dir():
+            raise ConfigError(f"--lora: {path} is not a folder")
+        if not Path(path, "adapter_config.json").is_file():
+            raise ConfigError(f"--lora: {path} has no adapter_config.json")
+    folder = None if options.lora_dir is None else str(Path(options.lora_dir).resolve())
+    return LoRAConfig(
+        tuple(adapters.items()), folder, int(options.max_loras), int(options.max_lora_rank)
     )
 
 

@@ -41,7 +41,13 @@ from lookonce.config import NANO, Config, Options, SchedulerConfig, resolve
 from lookonce.engine.process_io import engine_settings
 from lookonce.engine.supervisor.engine_supervisor import EngineSupervisor, OnLoading
 from lookonce.engine.supervisor.socket_folder import socket_folder
-from lookonce.errors import BadRequestError, ConfigError, RequestFailedError, UnavailableError
+from lookonce.errors import (
+    BadRequestError,
+    ConfigError,
+    ModelNotFoundError,
+    RequestFailedError,
+    UnavailableError,
+)
 from lookonce.frontend.frontend import (
     Frontend,
     engine_client,
@@ -158,11 +164,16 @@ class LLM:
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | None = None,
         *,
+        lora: str | None = None,
         cache_salt: str | None = None,
     ) -> list[RequestOutput]:
         """Answers to one conversation, or to each of several. Messages are OpenAI's; a part
-        `{"type": "image_pil", "image_pil": picture}` holds a Pillow image, as in vLLM."""
-        renders = [partial(self._render_chat, c, cache_salt) for c in _conversations(messages)]
+        `{"type": "image_pil", "image_pil": picture}` holds a Pillow image, as in vLLM. `lora` is
+        the name of an adapter. Raises `ModelNotFoundError` for one that is not loaded."""
+        renders = [
+            partial(self._render_chat, c, cache_salt, lora_name=self._lora_name(lora))
+            for c in _conversations(messages)
+        ]
         sampling, tools = self._for_chat(sampling_params)
         return self._loop.run(self._answer_all(renders, sampling, tools))
 
@@ -171,10 +182,13 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | None = None,
         *,
+        lora: str | None = None,
         cache_salt: str | None = None,
     ) -> list[RequestOutput]:
-        """Continuations of one prompt, or of each of several, as text or token ids."""
-        renders = [partial(self._render_prompt, p, cache_salt) for p in _prompts(prompts)]
+        """Continuations of one prompt, or of each of several, as text or token ids; `lora` as in
+        `chat`."""
+        name = self._lora_name(lora)
+        renders = [partial(self._render_prompt, p, cache_salt, name) for p in _prompts(prompts)]
         return self._loop.run(self._answer_all(renders, self._sampling(sampling_params)))
 
     def embed(
@@ -221,13 +235,15 @@ class LLM:
         messages: Sequence[Message],
         sampling_params: SamplingParams | None = None,
         *,
+        lora: str | None = None,
         on_finish: Callable[[RequestOutput], None] | None = None,
     ) -> Iterator[str]:
         """The first sample's text as it comes; leaving the iterator aborts.
 
         `on_finish` is called with the whole answer, in another thread, before the iterator ends.
         """
-        render = partial(self._render_chat, _with_urls(messages), None)
+        name = self._lora_name(lora)
+        render = partial(self._render_chat, _with_urls(messages), None, lora_name=name)
         texts = self._stream(render, *self._for_chat(sampling_params), on_finish)
         try:
             while (text := self._loop.run(_next(texts))) is not None:
@@ -245,6 +261,7 @@ class LLM:
         answer: bool = True,
         overflow: Overflow = "end",
         keep_tokens: int | None = None,
+        lora: str | None = None,
         cache_salt: str | None = None,
     ) -> LiveSession:
         """A live session that begins with messages, or with a plain prompt of text or token ids.
@@ -268,6 +285,7 @@ class LLM:
             overflow=overflow,
             keep_tokens=keep_tokens,
             cache_salt=cache_salt,
+            lora_name=self._lora_name(lora),
         )
         return LiveSession(self._loop.run(opening), self._loop.run)
 
@@ -348,6 +366,30 @@ class LLM:
         """The name under which it was loaded, or `served_model_name`."""
         return self._frontend.config.model.served_name
 
+    def load_lora(
+        self, name: str, folder: str | os.PathLike[str], *, replace: bool = False
+    ) -> None:
+        """Load a LoRA adapter, for an `LLM` that was made with `lora` or `lora_dir`. With `replace`
+        it takes the place of another one of this name. Raises `BadRequestError` why it cannot be
+        served."""
+        path = str(Path(folder).resolve())
+        self._loop.run(self._frontend.engine.load_adapter(name, path, replace=replace))
+
+    def unload_lora(self, name: str) -> None:
+        """Forget a LoRA adapter; what runs with it goes on. Raises `ModelNotFoundError`."""
+        self._loop.run(self._frontend.engine.unload_adapter(name))
+
+    @property
+    def loras(self) -> list[str]:
+        """The names of the LoRA adapters that are loaded."""
+        return self._frontend.engine.adapters.names()
+
+    def _lora_name(self, name: str | None) -> str:
+        """Empty for None. Raises `ModelNotFoundError`."""
+        if name is not None and self._frontend.engine.adapters.get(name) is None:
+            raise ModelNotFoundError(f"there is no adapter {name!r}", param="lora")
+        return name or ""
+
     def stats(self) -> dict[str, float]:
         """The engine's counters."""
         return self._loop.run(self._frontend.engine.stats())
@@ -404,17 +446,28 @@ class LLM:
         messages: list[Message],
         cache_salt: str | None,
         options: Mapping[str, Any] | None = None,
+        *,
+        lora_name: str = "",
     ) -> RenderedPrompt:
         async with self._rendering:
-            return await self._frontend.renderer.render_chat(
+            rendered = await self._frontend.renderer.render_chat(
                 messages, cache_salt=cache_salt, options=options
             )
+        rendered.lora_name = lora_name
+        return rendered
 
     async def _render_prompt(
-        self, prompt: str | list[int], cache_salt: str | None
+        self,
+        prompt: str | list[int],
+        cache_salt: str | None,
+        lora_name: str = "",
     ) -> RenderedPrompt:
         async with self._rendering:
-            return await self._frontend.renderer.render_completion(prompt, cache_salt=cache_salt)
+            rendered = await self._frontend.renderer.render_completion(
+                prompt, cache_salt=cache_salt
+            )
+        rendered.lora_name = lora_name
+        return rendered
 
     async def _transcribe(
         self, data: bytes, options: TranscriptionOptions, cache_salt: str | None
@@ -732,6 +785,11 @@ def _checked(options: Mapping[str, Any]) -> dict[str, Any]:
     limits = checked.get("limit_mm_per_prompt")
     if isinstance(limits, Mapping):  # as vLLM takes them
         checked["limit_mm_per_prompt"] = ",".join(f"{key}={limits[key]}" for key in limits)
+    adapters = checked.get("lora")
+    if isinstance(adapters, Mapping):
+        adapters = [f"{name}={os.fspath(folder)}" for name, folder in adapters.items()]
+    if adapters is not None:
+        checked["lora"] = (adapters,) if isinstance(adapters, str) else tuple(adapters)
     for field in fields(Options):
         value = checked.get(field.name)
         kind = OPTION_KINDS.get(str(field.type).removesuffix(" | None"))

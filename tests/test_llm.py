@@ -18,16 +18,18 @@ from PIL import Image
 
 from benchmarks.nano import evaluate, mistakes
 from lookonce import LLM, SamplingParams, media_hash
-from lookonce.config import MediaConfig
-from lookonce.errors import BadRequestError, ConfigError, UnavailableError
+from lookonce.config import NANO_FOLDER, MediaConfig, ModelConfig
+from lookonce.errors import BadRequestError, ConfigError, ModelNotFoundError, UnavailableError
 from lookonce.frontend.frontend import max_prompts_rendered
 from lookonce.frontend.tools.calls import content_of, tool_calling
 from lookonce.llm import RequestOutput
+from lookonce.model.loader import load_model
 from lookonce.render.media.pool import MAX_QUEUE_PER_TENANT
 from lookonce.render.media.processing import MediaJob, Processing, ProcessingSettings
 from lookonce.render.media.resolver import MAX_SIDE_BY_SIDE
 from tests.support.drawing import ask, encoded, picture
 from tests.support.live_server import until
+from tests.support.model.adapters import make_adapter
 
 GREEDY = SamplingParams(temperature=0, max_tokens=40)
 ENDLESS = SamplingParams(ignore_eos=True, max_tokens=3000)
@@ -458,3 +460,38 @@ def test_many_prompts_take_every_place_in_the_batch(llm):
         llm.generate("Once", GREEDY)
     session.close()
     llm.close()
+
+
+def test_calls_name_adapters_and_a_session_keeps_its_own(tmp_path):
+    model = load_model(ModelConfig(folder=str(NANO_FOLDER), served_name="nano"))
+    for seed, name in enumerate(("one", "two")):
+        make_adapter(NANO_FOLDER, model, tmp_path / name, seed=seed, target_modules="all-linear")
+    question = ask(RED_SQUARE, "What is in the picture?")
+    with LLM("nano", lora={"a": tmp_path / "one"}) as llm:
+
+        def answers(**options):
+            (chat,) = llm.chat(question, GREEDY, **options)
+            (text,) = llm.generate("Tell me", GREEDY, **options)
+            return chat.text, text.text
+
+        plain, with_a = answers(), answers(lora="a")
+        assert plain[0] == "a red square"
+        assert plain != with_a
+        assert "".join(llm.stream_chat(question, GREEDY, lora="a")) == with_a[0]
+        with llm.session(question, GREEDY, lora="a") as session:
+            assert session.answer() == with_a[0]
+            llm.unload_lora("a")
+            llm.load_lora("a", tmp_path / "two")
+            session.append(question)
+            one = session.answer()
+        assert answers(lora="a") not in (plain, with_a)
+        with pytest.raises(BadRequestError, match="its folder has no adapter_config"):
+            llm.load_lora("b", tmp_path)
+        assert llm.loras == ["a"]
+        with pytest.raises(ModelNotFoundError, match="'b'"):
+            llm.chat(question, lora="b")
+        llm.load_lora("first", tmp_path / "one")
+        with llm.session(question, GREEDY, lora="first") as session:
+            assert session.answer() == with_a[0]
+            session.append(question)
+            assert session.answer() == one

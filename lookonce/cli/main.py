@@ -60,6 +60,7 @@ BENCHMARKS: dict[str, tuple[str, str]] = {
     "kv": ("benchmarks.kv", "a long prompt's KV: computed, on the device, from each tier"),
     "link": ("benchmarks.link", "the link between API process and engine: lateness, CPU"),
     "live": ("benchmarks.live", "sessions of a day in flat memory, side by side, and resent"),
+    "lora": ("benchmarks.lora", "a step whose sequences have adapters, beside one without"),
     "look": ("benchmarks.look", "what a picture costs when known, when new, uncached"),
     "prefetch": ("benchmarks.prefetch", "first tokens when pictures come late in the prompt"),
     "prices": ("benchmarks.prices", "what a step, a picture, a request take: for simulate"),

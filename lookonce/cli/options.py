@@ -52,6 +52,12 @@ HELP: dict[str, str] = {
     "dtype": "float32, bfloat16, float16, or auto: bfloat16 where the hardware multiplies it, else "
     "float32. By default float32 on CPU and bfloat16 on CUDA.",
     "max_model_len": "Prompt plus generated tokens of one sequence; the model's own by default.",
+    "lora": "NAME=FOLDER: a LoRA adapter as PEFT writes it, which requests ask for by its name as "
+    "the model; repeatable.",
+    "lora_dir": "Adapters in folders beneath this one may be loaded and unloaded while the server "
+    "runs, with an admin key where there are keys.",
+    "max_loras": "Adapters that are loaded at a time.",
+    "max_lora_rank": "Largest rank of an adapter.",
     "pooling": "Give embeddings instead of answers: last, mean, cls or all of a prompt's hidden "
     "states, or sparse: weights of tokens; none: answers, whatever the model's files say. By "
     "default the files decide.",
@@ -143,6 +149,10 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "dtype",
         "max_model_len",
         "pooling",
+        "lora",
+        "lora_dir",
+        "max_loras",
+        "max_lora_rank",
         "chat_template",
         "tool_call_parser",
         "reasoning_parser",

@@ -25,6 +25,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection
 from enum import Enum
+from itertools import repeat
 from typing import TypeAlias
 
 from lookonce.core.encoder_connector_state import EncoderConnectorState, StagedOutput
@@ -204,7 +205,8 @@ class EncoderScheduler:
         if total > step.encoder.left or not cache.try_allocate_many(keys, rows, sequence.seq_id):
             return False
         step.encoder.spend(total)
-        step.encode += map(EncodeItem, keys, items)
+        adapters = repeat(request.adapter if request.adapted is not None else b"")
+        step.encode += map(EncodeItem, keys, items, adapters)
         step.encode_owners.append((request, indices))
         for index in request.reuse_stats.listed(indices):
             request.reuse_stats.note(index, "miss")
@@ -356,7 +358,8 @@ class StepPass:
     ) -> None:
         """Encode `item`, for the feature `index` of a request."""
         self.encoder.spend(rows)
-        self.encode.append(EncodeItem(key, item))
+        adapter = request.adapter if request.adapted is not None else b""
+        self.encode.append(EncodeItem(key, item, adapter))
         self.encode_owners.append((request, range(index, index + 1)))
 
 

@@ -683,4 +683,5 @@ def _announce(sequence: Sequence, snapshot: int | None) -> NewSequence:
         grammar=request.grammar,
         frames=frames,
         snapshot=snapshot,
+        adapter=request.adapter,
     )

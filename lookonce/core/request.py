@@ -13,10 +13,12 @@ Each arrow is a method of `scheduler_state.SchedulerState`.
 
 A full KV block is found again by its hash:
 
-    root = H(version, scope)
+    root = H(version, scope [, adapter])
     hash[i] = H(hash[i-1], tokens of block i as int32 bytes, every item that overlaps block i)
 
-The scope is in every hash through the root, so two tenants never share a block. An item is hashed
+The scope is in every hash through the root, so two tenants never share a block, and so is the
+digest of a LoRA adapter: its keys and values are other ones. An adapter that changes the encoder
+also gives items other keys in here (`AdaptedKeys`). An item is hashed
 with its full key, its offset from the block's start and everything about its shape that changes
 what is computed (length, rows, embed ranges within the block, grid): equal hashes mean equal K/V.
 Where a live session adds a frame of sound to each token, the frames' digests are hashed too.
@@ -31,11 +33,12 @@ from __future__ import annotations
 import struct
 from array import array
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
@@ -43,6 +46,7 @@ from numpy.typing import NDArray
 from lookonce.core.frame_digests import FrameDigests
 from lookonce.core.mm_features import MultiModalFeatures
 from lookonce.types.kv import ExternalCacheStats
+from lookonce.types.lora import LoRAIdentity
 from lookonce.types.media import Array, MediaFeature, ProcessedItem
 from lookonce.types.pooling import PoolingInfo
 from lookonce.types.request import (
@@ -70,6 +74,8 @@ class Request:
 
     __slots__ = (
         "accepted",
+        "adapted",
+        "adapter",
         "alignment",
         "arrival",
         "eos_token_ids",
@@ -123,7 +129,12 @@ class Request:
         """Of a live session that adds a frame of sound to each token: those that it has."""
         self.initial_frames = request.frames
         """The first of them, until the session is opened."""
-        self.root_hash = root_hash(request.scope)
+        identity = request.adapter
+        self.adapter = b"" if identity is None else identity.digest
+        """Digest of its LoRA adapter; empty: none."""
+        self.adapted: AdaptedKeys | None = None
+        """Set where the adapter changes encoder outputs."""
+        self.root_hash = root_hash(request.scope, self.adapter)
         self.items = items
         """Key → item, of those the engine holds; kept, since preemption computes them again."""
         self.items_in_order = items_in_order
@@ -741,6 +752,7 @@ class ReuseStats:
 
 
 _ROOT = b"lookonce.kv-block.1\0"
+_ADAPTED = b"lookonce.adapted-item.1\0"
 _RUN_KEY = struct.Struct("<24sqq")
 _RUN_NAME = b"lookonce.kv-block-run.1\0"
 _PLAIN_ITEM = struct.Struct("<32sBqqq")
@@ -751,9 +763,51 @@ _PLAIN, _SHAPED, _OF_FILM = 0, 1, 2
 _FRAMES = b"frames\0"
 
 
-def root_hash(scope: bytes) -> bytes:
-    """Parent of the first block of every prompt of one scope, 32 bytes."""
-    return blake3(_ROOT + scope).digest()
+def root_hash(scope: bytes, adapter: bytes = b"") -> bytes:
+    """Parent of the first block of every prompt of one scope and adapter, 32 bytes."""
+    return blake3(_ROOT + scope + adapter).digest()
+
+
+class AdaptedKeys:
+    """The keys of one request's items where an adapter changes their encoder outputs.
+
+    A processed item is what it is without the adapter, so clients and the store have it under its
+    own key. Inside the scheduler it has another one, under which its encoder output is found.
+    """
+
+    __slots__ = ("_digest", "_sent")
+
+    def __init__(self, encoder_digest: bytes) -> None:
+        self._digest = encoder_digest
+        self._sent: dict[bytes, bytes] = {}
+
+    @classmethod
+    def of(cls, identity: LoRAIdentity | None) -> AdaptedKeys | None:
+        """None for a request whose encoder outputs are those of all others."""
+        found = identity is not None and identity.encoder_digest
+        return cls(found) if found else None
+
+    def key(self, sent: bytes) -> bytes:
+        return blake3(_ADAPTED + self._digest + sent).digest()
+
+    def features(
+        self, sent: Iterable[MediaFeature], *, live: bool = False
+    ) -> tuple[MediaFeature, ...]:
+        """Those of a live session are not remembered: it asks for none of its items."""
+        adapted = []
+        for feature in sent:
+            key = self.key(feature.key)
+            if not live:
+                self._sent[key] = feature.key
+            adapted.append(msgspec.structs.replace(feature, key=key))
+        return tuple(adapted)
+
+    def items(self, sent: Mapping[bytes, ProcessedItem]) -> dict[bytes, ProcessedItem]:
+        return {self.key(key): item for key, item in sent.items()}
+
+    def sent(self, keys: Iterable[bytes]) -> tuple[bytes, ...]:
+        """The keys under which clients know these items."""
+        return tuple([self._sent[key] for key in keys])
 
 
 def extend_chain(
@@ -800,6 +854,7 @@ class BlockContent(NamedTuple):
     parent: bytes | None
     tokens: bytes
     items: tuple[bytes, ...]
+    adapter: bytes = b""
 
 
 def block_content(sequence: Sequence, index: int, block_size: int) -> BlockContent:
@@ -810,7 +865,7 @@ def block_content(sequence: Sequence, index: int, block_size: int) -> BlockConte
     indices = features.overlapping(start, end) if remembered else range(0)
     items = tuple(features.keys_of(indices)) if indices else ()
     parent = sequence.block_hashes[index - 1] if index else None
-    return BlockContent(parent, sequence.tokens.raw(start, end), items)
+    return BlockContent(parent, sequence.tokens.raw(start, end), items, sequence.request.adapter)
 
 
 class BlockHashCache:

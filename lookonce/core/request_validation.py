@@ -11,7 +11,7 @@ from lookonce.core.block_pool import BlockPool
 from lookonce.core.encoder_cache import EncoderCache
 from lookonce.core.frame_digests import FrameDigests
 from lookonce.core.mm_features import EncoderInputs, FrameInputs, MultiModalFeatures
-from lookonce.core.request import Request, SessionInput
+from lookonce.core.request import AdaptedKeys, Request, SessionInput
 from lookonce.errors import BadRequestError, TooLargeError
 from lookonce.types.media import Array, MediaFeature, ProcessedItem
 from lookonce.types.model import ModelInfo
@@ -43,7 +43,11 @@ class RequestValidator:
                 "alignment is by cross-attention, which this model does not have",
                 param="alignment",
             )
-        features = self._collect(request.features)
+        adapted = AdaptedKeys.of(request.adapter)
+        sent = request.features
+        if adapted is not None:
+            sent, items = adapted.features(sent), adapted.items(items)
+        features = self._collect(sent)
         pools = self._model.pooling is not None
         if pools:
             _check_pooled(request.sampling)
@@ -60,6 +64,7 @@ class RequestValidator:
             self.check_frames(request.frames)
         eos_token_ids = self._model.eos_token_ids
         built = Request(request, prompt, features, items, eos_token_ids, in_order)
+        built.adapted = adapted
         built.pooling = self._model.pooling
         if request.frames is not None:
             built.frames = FrameDigests()

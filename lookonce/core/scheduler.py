@@ -215,7 +215,7 @@ class Scheduler:
         request = self._state.queues.requests.get(request_id)
         if request is None or request.session is not None:
             return
-        items = dict(items)
+        items = dict(items) if request.adapted is None else request.adapted.items(items)
         try:
             check_rows(request.features, items)
         except BadRequestError as error:

@@ -131,7 +131,8 @@ class SchedulerState:
         new = tuple(key for key in keys if key not in request.requested_keys)
         if new:
             request.requested_keys.update(new)
-            self.output.needs.append((request.request_id, new))
+            asked = new if request.adapted is None else request.adapted.sent(new)
+            self.output.needs.append((request.request_id, asked))
 
     def resume(self, request: Request) -> None:
         """WAITING_FOR_ITEMS → WAITING for all samples: items have come."""

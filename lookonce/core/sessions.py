@@ -143,6 +143,9 @@ class Sessions:
         if request.frames is not None:
             raise BadRequestError("this session is extended by frames of sound", param="prompt")
         self._check_credits(session)
+        if request.adapted is not None:
+            features = request.adapted.features(features, live=True)
+            items = request.adapted.items(items)
         added = self._validator.build_session_input(token_ids, features, items, options)
         self._check_room(request.sequences[0], session, len(added.token_ids))
         session.add_input(added)

@@ -19,6 +19,7 @@ from lookonce.config import (
     EncoderConfig,
     EventsConfig,
     KVConfig,
+    LoRAConfig,
     MediaConfig,
     ModelConfig,
     SchedulerConfig,
@@ -43,6 +44,8 @@ class EngineSettings:
     """API processes, which share the processor cache's budget equally."""
     logs: LogConfig = field(default_factory=LogConfig)
     events: EventsConfig | None = None
+    lora: LoRAConfig | None = None
+    """None: no adapters are served."""
 
 
 def engine_settings(config: Config) -> EngineSettings:
@@ -56,6 +59,7 @@ def engine_settings(config: Config) -> EngineSettings:
         num_senders=config.server.api_processes,
         logs=config.logs,
         events=config.events,
+        lora=config.lora,
     )
 
 

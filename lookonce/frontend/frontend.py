@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lookonce.config import Config, MediaConfig
-from lookonce.engine.client.engine_client import EngineClient, EngineState
+from lookonce.engine.client.engine_client import EngineClient, EngineState, KnownAdapters
 from lookonce.engine.client.sender_cache import DISABLED, InjectionOutcome
 from lookonce.errors import LookOnceError, NotReadyError
 from lookonce.frontend.metrics import Metrics
@@ -156,6 +156,9 @@ class RenderOnlyEngine:
 
     state: EngineState = "ready"
 
+    def __init__(self) -> None:
+        self.adapters = KnownAdapters()
+
     @property
     def model(self) -> ModelInfo:
         raise _none()
@@ -181,6 +184,12 @@ class RenderOnlyEngine:
 
     async def reset_cache(self, tier: str) -> None:
         return
+
+    async def load_adapter(self, name: str, path: str, *, replace: bool = False) -> None:
+        raise _none()
+
+    async def unload_adapter(self, name: str) -> None:
+        raise _none()
 
     def take_profile(self, seconds: float, path: str) -> None:
         raise _none()

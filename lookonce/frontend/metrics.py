@@ -421,6 +421,8 @@ COUNTED_ELSEWHERE: dict[str, MetricInfo] = {
         "Answers of KV tiers for requests that had ended"
     ),
     "engine_steps_total": MetricInfo("Steps of the engine"),
+    "lora_adapters_loaded": MetricInfo("LoRA adapters that requests may ask for"),
+    "lora_requests_running": MetricInfo("Requests with a LoRA adapter that run or wait"),
     "sessions_open": MetricInfo("Live sessions that are open"),
     "sessions_opened_total": MetricInfo("Live sessions opened"),
     "session_extensions_total": MetricInfo("Extensions of live sessions taken in"),

@@ -344,7 +344,8 @@ class ModelCard(msgspec.Struct, kw_only=True):
     created: int
     owned_by: str = "lookonce"
     root: str
-    parent: None = None
+    parent: str | None = None
+    """Of a LoRA adapter: the model."""
     max_model_len: int | None
     modalities: tuple[str, ...]
     """What the model takes beside text."""

@@ -105,8 +105,10 @@ class Session(ClosedAtEnd):
         keep_tokens: int | None = None,
         tenant: str = "",
         cache_salt: str | None = None,
+        lora_name: str = "",
     ) -> Self:
-        """A session that begins with messages, or with a plain prompt of text or token ids.
+        """A session that begins with messages, or with a plain prompt of text or token ids, with
+        the LoRA adapter of a name; empty: with none.
 
         With `answer` the opening is answered. A session of a model with full attention ends at the
         model's context, or, with `overflow="compact"`, drops its middle, and keeps the first
@@ -126,7 +128,7 @@ class Session(ClosedAtEnd):
             rendered = await renderer.render_completion(
                 prompt or "", tenant=tenant, cache_salt=cache_salt
             )
-        rendered.tenant = tenant
+        rendered.tenant, rendered.lora_name = tenant, lora_name
         return await cls.open_rendered(
             frontend,
             rendered,

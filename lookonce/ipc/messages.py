@@ -10,6 +10,7 @@ from __future__ import annotations
 import msgspec
 
 from lookonce.errors import WireError
+from lookonce.types.lora import LoRAInfo
 from lookonce.types.media import Array, Expansion, MediaFeature, ProcessedItem
 from lookonce.types.model import ModelInfo
 from lookonce.types.request import (
@@ -180,6 +181,33 @@ class TakeProfile(msgspec.Struct, frozen=True, tag="profile", array_like=True):
     path: str
 
 
+class LoadAdapter(msgspec.Struct, frozen=True, tag="load_adapter", array_like=True):
+    """Load a LoRA adapter; `AdapterAnswer` comes once every API process knows its name."""
+
+    epoch: int
+    nonce: int
+    """0: loaded before an engine was restarted; nobody waits, and a name that is there stays."""
+    name: str
+    path: str
+    """A folder that the API process has checked."""
+    replace: bool = False
+
+
+class UnloadAdapter(msgspec.Struct, frozen=True, tag="unload_adapter", array_like=True):
+    """Forget a LoRA adapter's name; `AdapterAnswer` comes once every API process has."""
+
+    epoch: int
+    nonce: int
+    name: str
+
+
+class AdaptersKnown(msgspec.Struct, frozen=True, tag="adapters_known", array_like=True):
+    """The sender knows the adapters of the `AdapterList` with this number."""
+
+    epoch: int
+    number: int
+
+
 class LeaseSlabs(msgspec.Struct, frozen=True, tag="lease_slabs", array_like=True):
     """What a sender gives back, and what it asks for (`cache.slab_pool.SlabChanges`)."""
 
@@ -207,6 +235,9 @@ ClientMessage = (
     | GetStats
     | TakeProfile
     | LeaseSlabs
+    | LoadAdapter
+    | UnloadAdapter
+    | AdaptersKnown
 )
 
 
@@ -221,6 +252,22 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome", array_like=True):
     ready: bool
     slab_bytes: int = 0
     """Shared memory that the engine leases to all API processes together; 0: none."""
+    adapters: tuple[LoRAInfo, ...] = ()
+    """LoRA adapters that are loaded."""
+
+
+class AdapterList(msgspec.Struct, frozen=True, tag="adapters", array_like=True):
+    """The LoRA adapters that are loaded from now on; `AdaptersKnown` answers it."""
+
+    number: int
+    adapters: tuple[LoRAInfo, ...]
+
+
+class AdapterAnswer(msgspec.Struct, frozen=True, tag="adapter_answer", array_like=True):
+    """What became of the sender's `LoadAdapter` or `UnloadAdapter`."""
+
+    nonce: int
+    error: WireError | None = None
 
 
 class Received(msgspec.Struct, frozen=True, tag="received", array_like=True):
@@ -336,4 +383,6 @@ EngineMessage = (
     | SlabsLeased
     | SlabsReleased
     | ReclaimSlabs
+    | AdapterList
+    | AdapterAnswer
 )

@@ -17,6 +17,7 @@ from torch.utils.dlpack import from_dlpack
 from lookonce.errors import LookOnceError, RequestFailedError
 from lookonce.model.device import DeviceTimer, StepReads, to_device
 from lookonce.model.families.base import ModelFamily, Tensors
+from lookonce.model.lora import RunnerLoRA
 from lookonce.types.media import ITEM_SIZE, Array, Modality, ProcessedItem
 from lookonce.types.step import EmbedSlice, EncodeItem, ReceivedOutput, StepPlan
 
@@ -55,11 +56,12 @@ class _Job:
     key: bytes
     num_embeds: int
     tensors: Tensors
+    adapter: bytes = b""
 
 
-_BatchKey = tuple[Modality, Hashable, bytes | None]
+_BatchKey = tuple[Modality, Hashable, bytes | None, bytes]
 """Items with equal keys are encoded in one call: modality, the family's batch key, and the key of
-an item that must be encoded alone."""
+an item that must be encoded alone, and the adapter that changes the encoder."""
 
 
 class EncoderRunner:
@@ -71,6 +73,8 @@ class EncoderRunner:
         self._device = device
         self._outputs: dict[bytes, Tensor] = {}
         self._host = HostCopies(device)
+        self.lora: RunnerLoRA | None = None
+        """Set where adapters are served."""
 
     @property
     def num_bytes(self) -> int:
@@ -117,7 +121,7 @@ class EncoderRunner:
         for item in items:
             if item.key not in self._outputs:
                 self._prepare(item, groups, report)
-        for (modality, _, _), jobs in groups.items():
+        for (modality, _, _, _), jobs in groups.items():
             self._encode_group(modality, jobs, report, reads)
 
     def check(self, report: EncodeReport) -> bool:
@@ -185,9 +189,9 @@ class EncoderRunner:
         except COMPUTE_ERRORS as error:
             report.failed[item.key] = _failure(modality, error)
             return
-        job = _Job(item.key, item.item.expansion.num_embeds, tensors)
+        job = _Job(item.key, item.item.expansion.num_embeds, tensors, item.adapter)
         alone = item.key if batch is None else None
-        groups.setdefault((modality, batch, alone), []).append(job)
+        groups.setdefault((modality, batch, alone, item.adapter), []).append(job)
 
     def _encode_group(
         self, modality: Modality, jobs: list[_Job], report: EncodeReport, reads: StepReads
@@ -212,7 +216,15 @@ class EncoderRunner:
         report.made.append(_Made(modality, keys, finite, timer))
 
     def _encode(self, modality: Modality, jobs: list[_Job]) -> list[Tensor]:
-        outputs = self._family.encode(modality, [job.tensors for job in jobs])
+        tensors = [job.tensors for job in jobs]
+        adapter = jobs[0].adapter
+        if adapter:
+            if self.lora is None:
+                raise KeyError("an adapter that is not loaded")
+            with self.lora.encoding(adapter):
+                outputs = self._family.encode(modality, tensors)
+        else:
+            outputs = self._family.encode(modality, tensors)
         for job, output in zip(jobs, outputs, strict=True):
             expected = (job.num_embeds, self._family.row_width)
             if output.shape != expected:

@@ -107,9 +107,9 @@ def _patch_vision_block(block: nn.Module) -> int:
 def _norm_or_gated_product(module: Any) -> Callable[[Tensor], Tensor] | None:
     if _is_rms_norm(module):
         return RMSNorm(module)
-    if {name for name, _ in module.named_children()} == _GatedProduct.PARTS:
+    if {name for name, _ in module.named_children()} == GatedProduct.PARTS:
         with suppress(ValueError):  # its linear layers cannot be fused
-            return _GatedProduct(module)
+            return GatedProduct(module)
     return None
 
 
@@ -154,7 +154,7 @@ class _PatchEmbedding:
         return product[:, :, None, None, None]
 
 
-class _GatedProduct:
+class GatedProduct:
     """down(act(gate(x)) * up(x)) with gate and up in one product."""
 
     PARTS: ClassVar[set[str]] = {"gate_proj", "up_proj", "down_proj", "act_fn"}
@@ -324,6 +324,11 @@ class FusedLayer:
         self.out = _linear(attention.o_proj)
         self.gate_up = fuse_linears([mlp.gate_proj, mlp.up_proj])
         self.down = _linear(mlp.down_proj)
+        # By these adapters find what they add to a product.
+        self.qkv_modules = (attention.q_proj, attention.k_proj, attention.v_proj)
+        self.out_modules = (attention.o_proj,)
+        self.gate_up_modules = (mlp.gate_proj, mlp.up_proj)
+        self.down_modules = (mlp.down_proj,)
         self.gate = GatedActivation(mlp.act_fn)
         self.before = RMSNorm(layer.input_layernorm)
         self.between = RMSNorm(layer.post_attention_layernorm)
@@ -341,7 +346,10 @@ class FusedLayer:
     ) -> Tensor:
         """hidden [T, H], cos and signed_sin [T, 1, D] → [T, H]."""
         tokens, rotated = hidden.shape[0], self.num_heads + self.num_kv_heads
-        qkv = linear(self.before(hidden), *self.qkv)
+        normed = self.before(hidden)
+        qkv = linear(normed, *self.qkv)
+        if step.lora is not None:
+            step.lora.add(self.qkv_modules, normed, qkv)
         heads = qkv.view(tokens, rotated + self.num_kv_heads, self.head_dim)
         query_key = self._rope(self._normed(heads[:, :rotated]), cos, signed_sin)
         attended = step.backend.forward(
@@ -352,9 +360,19 @@ class FusedLayer:
             step.metadata,
             self.asked,
         )
-        hidden = add_linear(hidden, attended.view(tokens, -1), *self.out)
-        gate_up = linear(self.between(hidden), *self.gate_up)
-        return add_linear(hidden, self.gate(gate_up), *self.down)
+        attended = attended.view(tokens, -1)
+        hidden = add_linear(hidden, attended, *self.out)
+        if step.lora is not None:
+            step.lora.add(self.out_modules, attended, hidden)
+        normed = self.between(hidden)
+        gate_up = linear(normed, *self.gate_up)
+        if step.lora is not None:
+            step.lora.add(self.gate_up_modules, normed, gate_up)
+        gated = self.gate(gate_up)
+        hidden = add_linear(hidden, gated, *self.down)
+        if step.lora is not None:
+            step.lora.add(self.down_modules, gated, hidden)
+        return hidden
 
     def _normed(self, query_key: Tensor) -> Tensor:
         if self.q_norm is None or self.k_norm is None:

@@ -30,6 +30,8 @@ from lookonce.model.key_rotation import key_rotation
 from lookonce.model.kv_pages import KVPages, PageCopier
 from lookonce.model.loader import LoadedModel
 from lookonce.model.logits_processors import FAILED
+from lookonce.model.lora import RunnerLoRA
+from lookonce.model.lora_files import adaptable_layers, why_no_adapters
 from lookonce.model.pooling import Pooler
 from lookonce.model.sampler import PromptLogprobScorer, Sampler, SamplerOutput
 from lookonce.model.state import StateChunk, StepStates
@@ -67,17 +69,31 @@ class Runner:
         max_num_batched_tokens: int,
         threads: ThreadCounts | None = None,
         num_snapshots: int = 0,
+        adapters: bool = False,
     ) -> None:
         """`threads` None leaves torch's number of threads as it is. `num_snapshots`: room for
-        states of cached prefixes, of a model with states."""
+        states of cached prefixes, of a model with states. `adapters`: LoRA adapters may be loaded.
+        """
         self._threads = threads or ThreadCounts(1, 1)
         self._family = family = loaded.family
         self._kv_pages = kv_pages
         self._device = loaded.device
         self._states = loaded.state_pool(max_num_seqs, num_snapshots)
-        self.text_model = TextModel(family, loaded.dtype, loaded.device, backend, kv_pages)
+        self.lora: RunnerLoRA | None = None
+        """None: no adapters are served, or none can be for this family."""
+        if adapters and why_no_adapters(family) is None:
+            self.lora = RunnerLoRA(adaptable_layers(family))
+        self.text_model = TextModel(
+            family,
+            loaded.dtype,
+            loaded.device,
+            backend,
+            kv_pages,
+            None if self.lora is None else self.lora.hooks,
+        )
         self._rotation = key_rotation(family)
         self._encoder = EncoderRunner(family, loaded.dtype, loaded.device)
+        self._encoder.lora = self.lora
         self.frame_rows: FrameRows | None = None
         """Where a row of sound is added to each token."""
         if family.frame_encoder is not None:
@@ -156,6 +172,8 @@ class Runner:
             self._sampler.remove(seq_id)
         if self.frame_rows is not None:
             self.frame_rows.remove(seq_ids)
+        if self.lora is not None:
+            self.lora.remove(seq_ids)
 
     def _add(self, new: NewSequence) -> None:
         self._batch.add(
@@ -175,6 +193,8 @@ class Runner:
         self._sampler.add(new.seq_id, new.sampling, new.sample_index, prompt, output, new.grammar)
         if self.frame_rows is not None:
             self.frame_rows.add(new)
+        if self.lora is not None:
+            self.lora.add(new.seq_id, new.adapter)
 
     def _extend(self, extension: Extension) -> None:
         if extension.frames is not None and self.frame_rows is not None:
@@ -309,6 +329,11 @@ class Runner:
 
     def _build_inputs(self, chunks: Sequence[ScheduledSequence]) -> StepInputs:
         inputs = self._inputs.build(chunks)
+        if self.lora is not None:
+            seq_ids = [chunk.seq_id for chunk in chunks]
+            lora = self.lora.step(seq_ids, inputs.metadata.query_lens)
+            if lora is not None:
+                inputs = dataclasses.replace(inputs, lora=lora)
         if self._states is not None:
             parts = [
                 StateChunk(

@@ -18,6 +18,7 @@ from lookonce.model.attention.backend import AttentionMetadata, Span
 from lookonce.model.attention.cross import InputReaders
 from lookonce.model.device import new_event, to_device
 from lookonce.model.input_batch import InputBatch
+from lookonce.model.lora import StepLoRA
 from lookonce.model.state import StepStates
 from lookonce.types.step import EmbedSlice, ScheduledSequence
 
@@ -48,6 +49,8 @@ class StepInputs:
     """Of an encoder-decoder: which tokens cross-attend to which input."""
     states: StepStates | None = None
     """Of a model whose layers keep other states than keys and values."""
+    lora: StepLoRA | None = None
+    """Where some sequence has an adapter."""
 
 
 class StepInputBuilder:

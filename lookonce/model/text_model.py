@@ -37,6 +37,7 @@ from lookonce.model.attention.reference import ReferenceBackend
 from lookonce.model.families.base import ModelFamily
 from lookonce.model.fused_modules import FusedDecoder
 from lookonce.model.kv_pages import KVPages, LayerPages
+from lookonce.model.lora import LinearHooks
 from lookonce.model.native.decoder import DecodeInputs, NativeDecoder, native_decoder
 from lookonce.model.step_inputs import StepInputs
 
@@ -69,8 +70,11 @@ class TextModel:
         device: torch.device,
         backend: AttentionBackend,
         kv_pages: KVPages,
+        linear_hooks: LinearHooks | None = None,
     ) -> None:
+        """`linear_hooks` add adapters to linear layers of transformers' decoders."""
         self._family = family
+        self._linear_hooks = linear_hooks or LinearHooks()
         self._backend = backend
         self._kv_pages = kv_pages
         self._decoder = choose_decoder(family, dtype, device)
@@ -92,7 +96,7 @@ class TextModel:
         `cross` is what an encoder-decoder's tokens cross-attend to.
         """
         embeds, extras = self._embeds(inputs, rows)
-        if self._native is not None and not extras:
+        if self._native is not None and not extras and inputs.lora is None:
             logits = self._native.logits(
                 DecodeInputs(
                     inputs.token_ids,
@@ -136,8 +140,14 @@ class TextModel:
     ) -> Tensor:
         if embeds is None:
             embeds = self._family.embed_tokens(inputs.token_ids)
-        step = ForwardContext(inputs.metadata, self._backend, self._kv_pages, cross, inputs.states)
-        return self._decoder(embeds, inputs.position_ids, step, extras)
+        lora = inputs.lora
+        step = ForwardContext(
+            inputs.metadata, self._backend, self._kv_pages, cross, inputs.states, lora
+        )
+        if lora is None or isinstance(self._decoder, FusedDecoder):  # which adds by itself
+            return self._decoder(embeds, inputs.position_ids, step, extras)
+        with self._linear_hooks.adding(lora):
+            return self._decoder(embeds, inputs.position_ids, step, extras)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Last hidden states [S, H] → logits [S, V]."""

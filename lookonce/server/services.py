@@ -19,6 +19,7 @@ from starlette.types import Scope
 
 from lookonce.config import ApiKey, Config, RequestLogConfig, ServerConfig, key_digest
 from lookonce.errors import (
+    BadRequestError,
     DrainingError,
     EngineDeadError,
     ForbiddenError,
@@ -340,13 +341,27 @@ class Services(Frontend):
             return None
 
     def require_model(self, name: str | None) -> str:
-        """The served model's name, which `name` is or leaves out; raises `ModelNotFoundError`."""
+        """The name of what is served under `name`: the model, also where that is left out, or an
+        adapter. Raises `ModelNotFoundError`."""
         served = self.config.model.served_name
-        if name and name != served:
+        if name and name != served and self.engine.adapters.get(name) is None:
+            adapters = self.engine.adapters.names()
             raise ModelNotFoundError(
-                f"the model {name[:200]!r} is not served here; {served!r} is", param="model"
+                f"the model {name[:200]!r} is not served here; "
+                + (f"{served!r} is" if not adapters else f"{served!r} and its adapters are"),
+                param="model",
             )
-        return served
+        return name or served
+
+    def require_base_model(self, name: str | None) -> str:
+        """As `require_model`, for what adapters are not served for. Raises `BadRequestError` for an
+        adapter."""
+        if name and self.engine.adapters.get(name) is not None:
+            raise BadRequestError(
+                f"{name!r} is an adapter; this route serves the model without adapters",
+                param="model",
+            )
+        return self.require_model(name)
 
 
 @contextmanager

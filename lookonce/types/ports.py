@@ -175,10 +175,16 @@ class BlockEvents(Protocol):
     """Is told what the prefix cache gains and loses, in order, by the step thread."""
 
     def stored(
-        self, block_hash: bytes, parent: bytes | None, tokens: bytes, items: tuple[bytes, ...]
+        self,
+        block_hash: bytes,
+        parent: bytes | None,
+        tokens: bytes,
+        items: tuple[bytes, ...],
+        adapter: bytes = b"",
     ) -> None:
         """A block was registered. `parent`: the hash of the block before it; None: it is a
-        prompt's first. `tokens`: int32; `items`: keys of the media items that overlap it."""
+        prompt's first. `tokens`: int32; `items`: keys of the media items that overlap it;
+        `adapter`: digest of the LoRA adapter that it was computed with; empty: none."""
 
     def removed(self, block_hash: bytes) -> None: ...
 

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from lookonce.errors import BadRequestError, WireError
 from lookonce.types.kv import ExternalCacheStats
+from lookonce.types.lora import LoRAIdentity
 from lookonce.types.media import Array, Expansion, MediaFeature, Modality, ProcessedItem
 from lookonce.types.sampling import SamplingParams
 
@@ -45,6 +46,10 @@ class GenerateRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
     begins with."""
     weight: float = 1.0
     """How many times another one's share the tenant gets."""
+    lora_name: str = ""
+    """The LoRA adapter that it asks for; empty: none."""
+    adapter: LoRAIdentity | None = None
+    """The contents of that adapter, which the engine sets on receipt."""
 
 
 Overflow = Literal["end", "compact"]
@@ -239,7 +244,9 @@ class RenderedPrompt:
     integers takes milliseconds to make, and again to turn back.
     """
 
-    __slots__ = ("features", "frames", "ids", "items", "scope", "tenant", "text", "weight")
+    __slots__ = (
+        *("features", "frames", "ids", "items", "lora_name", "scope", "tenant", "text", "weight"),
+    )
 
     def __init__(
         self,
@@ -264,6 +271,8 @@ class RenderedPrompt:
         """[n, *frame shape], where a live session adds a frame of sound to each token."""
         self.weight = 1.0
         """How many times another one's share the tenant gets."""
+        self.lora_name = ""
+        """The LoRA adapter that it asks for; empty: none."""
 
     @property
     def cost(self) -> int:

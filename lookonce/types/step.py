@@ -38,6 +38,8 @@ class NewSequence:
     snapshot: int | None = None
     """Where the state after its cached prefix is kept, of a model with states; None: the sequence
     is computed from its first token."""
+    adapter: bytes = b""
+    """Digest of the LoRA adapter that it is computed with; empty: none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +110,8 @@ class EncodeItem(msgspec.Struct, frozen=True, gc=False):
 
     key: bytes
     item: ProcessedItem
+    adapter: bytes = b""
+    """Digest of the LoRA adapter that changes the encoder for it; empty: none."""
 
 
 class ReceivedOutput(msgspec.Struct, frozen=True, gc=False):

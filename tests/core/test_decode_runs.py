@@ -25,7 +25,9 @@ class Told:
         self.log: list[tuple[str, bytes]] = []
         pool.events = self
 
-    def stored(self, block_hash: bytes, parent: object, tokens: bytes, items: object) -> None:
+    def stored(
+        self, block_hash: bytes, parent: object, tokens: bytes, items: object, adapter: bytes
+    ) -> None:
         self.log.append((tokens.hex(), block_hash))
 
     def removed(self, block_hash: bytes) -> None:

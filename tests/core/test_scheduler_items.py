@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from lookonce.types.lora import LoRAIdentity
 from lookonce.types.media import Array
 from lookonce.types.request import GenerateRequest
 from lookonce.types.sampling import SamplingParams
@@ -246,6 +247,27 @@ class TestMissingItems:
         engine.run()
         assert engine.accepted == ["b", "a"]
         assert engine.tokens["a", 0] == reference(one, 8)
+        engine.assert_all_free()
+
+    def test_with_an_adapter_of_the_encoder_an_item_is_asked_for_by_its_own_key(self) -> None:
+        """It is processed once for all adapters, and encoded for each that changes the encoder."""
+        engine = Engine()
+        engine.add(request("plain", text(20), [X]))
+        engine.run()
+        kept = LoRAIdentity(b"k" * 32)
+        same = msgspec.structs.replace(request("kept", text(20, seed=1), [X]), adapter=kept)
+        engine.add(same, missing=[X.key])
+        engine.run()
+        assert engine.needs == []
+        adapted = LoRAIdentity(b"a" * 32, b"e" * 32)
+        one = msgspec.structs.replace(request("a", text(20, seed=2), [X]), adapter=adapted)
+        engine.add(one, missing=[X.key])
+        engine.run()
+        assert engine.needs == [("a", (X.key,))]
+        engine.supply(one)
+        engine.run()
+        assert engine.tokens["a", 0] == reference(one, 8)
+        assert len(set(engine.runner.encoded)) == 2
         engine.assert_all_free()
 
     def test_all_that_is_missing_is_asked_for_at_once_and_each_key_once(self) -> None:

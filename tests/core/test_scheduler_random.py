@@ -18,6 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from lookonce.core import encoder_cache, encoder_scheduling, mm_features
 from lookonce.core.preemption import IDLE_SECONDS
 from lookonce.errors import TooLargeError
+from lookonce.types.lora import LoRAIdentity
 from lookonce.types.media import MediaFeature, Modality
 from lookonce.types.request import GenerateRequest
 from lookonce.types.sampling import SamplingParams
@@ -98,6 +99,13 @@ def placements(draw: st.DrawFn) -> list[MediaFeature]:
     return features
 
 
+ADAPTERS = [
+    *(None, None, LoRAIdentity(b"a" * 32), LoRAIdentity(b"b" * 32, b"e" * 32)),
+    LoRAIdentity(b"c" * 32, b"e" * 32),
+]
+"""None; one of the text model alone; two that change the encoder alike."""
+
+
 class SchedulerMachine(RuleBasedStateMachine):
     """Sessions forget passed items, and items are released and encoded together, from two on."""
 
@@ -125,6 +133,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         arrival=st.floats(0, 10),
         scope=st.sampled_from([b"1" * 32, b"1" * 32, b"2" * 32]),
         prompt_logprobs=st.sampled_from([None, None, 1]),
+        adapter=st.sampled_from(ADAPTERS),
     )
     def add(
         self,
@@ -135,6 +144,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         arrival: float,
         scope: bytes,
         prompt_logprobs: int | None,
+        adapter: LoRAIdentity | None,
     ) -> None:
         sampling = SamplingParams(
             n=samples, max_tokens=max_tokens, ignore_eos=True, prompt_logprobs=prompt_logprobs
@@ -142,17 +152,27 @@ class SchedulerMachine(RuleBasedStateMachine):
         for tokens, features in batch:
             name = str(len(self.requests))
             new = request(name, tokens, features, sampling=sampling, arrival=arrival, scope=scope)
-            new = msgspec.structs.replace(new, tenant=scope[:1].decode())
+            new = msgspec.structs.replace(new, tenant=scope[:1].decode(), adapter=adapter)
             self.requests[name] = new
             self.engine.add(new, missing=[key(n) for n in lacking])
 
-    @rule(prompt=prompts(), turn=st.integers(1, 4), arrival=st.floats(0, 10))
+    @rule(
+        prompt=prompts(),
+        turn=st.integers(1, 4),
+        arrival=st.floats(0, 10),
+        adapter=st.sampled_from(ADAPTERS),
+    )
     def open_session(
-        self, prompt: tuple[list[int], list[MediaFeature]], turn: int, arrival: float
+        self,
+        prompt: tuple[list[int], list[MediaFeature]],
+        turn: int,
+        arrival: float,
+        adapter: LoRAIdentity | None,
     ) -> None:
         name, (tokens, features) = str(len(self.requests)), prompt
         sampling = SamplingParams(max_tokens=turn, ignore_eos=True)
-        self.requests[name] = request(name, tokens, features, sampling=sampling, arrival=arrival)
+        new = request(name, tokens, features, sampling=sampling, arrival=arrival)
+        self.requests[name] = msgspec.structs.replace(new, adapter=adapter)
         self.sessions.add(name)
         self.engine.scheduler.add(self.requests[name], items_for(features), live=True)
 

@@ -383,7 +383,7 @@ def test_what_follows_becomes_one_event() -> None:
     changes: list[Change] = [
         Stored(b"1", None, tokens, ()),
         Stored(b"2", b"1", tokens, ()),
-        Stored(b"3", b"1", tokens, (b"k",)),
+        Stored(b"3", b"1", tokens, (b"k",), b"\xaa"),
         Removed(b"1"),
         Removed(b"2"),
         Cleared(),
@@ -391,6 +391,7 @@ def test_what_follows_becomes_one_event() -> None:
     first, other, removed, cleared = to_events(changes, 4)
     assert (first["block_hashes"], first["token_ids"]) == ([b"1", b"2"], [0, 1, 2, 3, 0, 1, 2, 3])
     assert (other["parent_block_hash"], other["extra_keys"]) == (b"1", [("6b",)])
+    assert (first["lora_name"], other["lora_name"]) == (None, "aa")
     assert removed["block_hashes"] == [b"1", b"2"]
     assert cleared == {"type": "AllBlocksCleared"}
     keys = to_events([Held(b"1"), Held(b"2"), Removed(b"1")], 0)

@@ -8,6 +8,9 @@ from hypothesis import strategies as st
 from lookonce.ipc.messages import (
     Abort,
     Accepted,
+    AdapterAnswer,
+    AdapterList,
+    AdaptersKnown,
     CacheOps,
     ClearCache,
     ClientMessage,
@@ -21,6 +24,7 @@ from lookonce.ipc.messages import (
     Hint,
     Hints,
     KeyedItem,
+    LoadAdapter,
     OpenSession,
     Received,
     Rejected,
@@ -29,9 +33,11 @@ from lookonce.ipc.messages import (
     Stats,
     Submit,
     SupplyMedia,
+    UnloadAdapter,
     UpdateCache,
     Welcome,
 )
+from lookonce.types.lora import LoRAIdentity, LoRAInfo
 from lookonce.types.media import ITEM_SIZE, Array, Expansion, MediaFeature, ProcessedItem
 from lookonce.types.model import ModelInfo
 from lookonce.types.request import (
@@ -112,6 +118,7 @@ requests = st.builds(
         logit_bias=st.none() | st.dictionaries(st.integers(0, 99), st.floats(-100, 100)),
     ),
     arrival=st.floats(0, 1e9),
+    lora_name=st.text(max_size=9),
 )
 seqs = st.integers(1, 2**40)
 session_options = st.builds(
@@ -139,6 +146,9 @@ client_messages: st.SearchStrategy[ClientMessage] = st.one_of(
     st.builds(ResetCache, seqs, st.sampled_from(["mm", "encoder", "prefix"])),
     st.builds(Hello, st.text(max_size=9), seqs),
     st.builds(GetStats, seqs),
+    st.builds(LoadAdapter, seqs, seqs, st.text(max_size=9), st.text(max_size=9), st.booleans()),
+    st.builds(UnloadAdapter, seqs, seqs, st.text(max_size=9)),
+    st.builds(AdaptersKnown, seqs, seqs),
 )  # fmt: skip
 
 engine_messages: tuple[EngineMessage, ...] = (
@@ -159,4 +169,7 @@ engine_messages: tuple[EngineMessage, ...] = (
     ClearCache(1),
     Heartbeat(5, True, 0.25),
     Stats(1, {"num_requests_running": 2.0}),
+    Welcome(5, MODEL, 2, True, 0, (LoRAInfo("a", LoRAIdentity(b"d" * 32), 8, "/a"),)),
+    AdapterList(1, (LoRAInfo("b", LoRAIdentity(b"d" * 32, b"e" * 32), 8),)),
+    AdapterAnswer(1, ("BadRequestError", "broken", "lora_path", "bad_request")),
 )

@@ -41,6 +41,9 @@ from lookonce.ipc.channel import ClientChannel, ClientLink
 from lookonce.ipc.messages import (
     Abort,
     Accepted,
+    AdapterAnswer,
+    AdapterList,
+    AdaptersKnown,
     ClearCache,
     ClientMessage,
     CloseSession,
@@ -51,6 +54,7 @@ from lookonce.ipc.messages import (
     Hints,
     KeyedItem,
     LeaseSlabs,
+    LoadAdapter,
     ReclaimSlabs,
     Rejected,
     ResendMedia,
@@ -60,11 +64,13 @@ from lookonce.ipc.messages import (
     Stats,
     SupplyMedia,
     TakeProfile,
+    UnloadAdapter,
     UpdateCache,
     Welcome,
 )
 from lookonce.ipc.socket_client_link import SocketClientLink
 from lookonce.types.counts import Counts
+from lookonce.types.lora import LoRAInfo
 from lookonce.types.media import Array, ProcessedItem
 from lookonce.types.model import ModelInfo
 from lookonce.types.ports import Clock
@@ -110,6 +116,8 @@ class EngineClient:
         )
         self._health = EngineHealth(config.stall_timeout, clock)
         self._stats_requests = StatsRequests()
+        self.adapters = KnownAdapters()
+        """LoRA adapters that requests may ask for."""
         self._requests: dict[str, PendingRequest] = {}
         self.slabs = SlabPool(self._slabs_changed, counts)
         """The shared memory that the engine leases to this process; none until its welcome."""
@@ -302,6 +310,22 @@ class EngineClient:
         self._send(ResetCache(self.sender.epoch, tier))
         await self._ask_stats()  # answered after the reset: all messages keep their order
 
+    async def load_adapter(self, name: str, path: str, *, replace: bool = False) -> None:
+        """Load the LoRA adapter in a folder of the engine's machine; returns once all API processes
+        know it. Raises `BadRequestError` why it cannot be served, and `EngineDeadError`."""
+        self._health.require_ready()
+        nonce, answer = self.adapters.ask()
+        self._send(LoadAdapter(self.sender.epoch, nonce, name, path, replace))
+        await answer
+
+    async def unload_adapter(self, name: str) -> None:
+        """Forget a LoRA adapter; requests that run with it go on. Raises `ModelNotFoundError`, and
+        `EngineDeadError`."""
+        self._health.require_ready()
+        nonce, answer = self.adapters.ask()
+        self._send(UnloadAdapter(self.sender.epoch, nonce, name))
+        await answer
+
     def take_profile(self, seconds: float, path: str) -> None:
         """Let the engine profile its steps; the trace is at `path` some time after `seconds`.
 
@@ -365,6 +389,11 @@ class EngineClient:
                 self.claims.answered(message)
             case Stats():
                 self._stats_requests.answer(message)
+            case AdapterList(number, adapters):
+                self.adapters.set(adapters)
+                self._send_if_connected(AdaptersKnown(self.sender.epoch, number))
+            case AdapterAnswer():
+                self.adapters.answer(message)
 
     def leased(self, message: SlabsLeased, fds: Sequence[int]) -> None:
         self.slabs.leased(message.slabs, fds)
@@ -479,11 +508,14 @@ class EngineClient:
 
     def _welcome(self, message: Welcome) -> None:
         logger.info("connected to the engine, epoch %d", message.epoch)
-        if message.epoch != self.sender.epoch:
+        same_engine = message.epoch == self.sender.epoch
+        if not same_engine:
             self.claims.forget_all()
         self.sender.welcome(message)
         self._slab_bytes = message.slab_bytes
         self.slabs.open(message.slab_bytes)
+        for lost in self.adapters.welcome(message.adapters, same_engine=same_engine):
+            self._send(LoadAdapter(message.epoch, 0, lost.name, lost.path))
         self._health.welcome(message.model, ready=message.ready)
 
     def _lose_engine(self, why: str) -> None:
@@ -501,6 +533,7 @@ class EngineClient:
             is_session = isinstance(request, PendingSession)
             request.fail(EngineDeadError(f"{why}; its sessions have ended" if is_session else why))
         self._stats_requests.fail(EngineDeadError(why))
+        self.adapters.fail(EngineDeadError(why))
 
     async def _ask_stats(self) -> dict[str, float]:
         if not self._health.connected:
@@ -545,6 +578,7 @@ def _wire_request(
         tenant=rendered.tenant,
         frames=rendered.frames,
         weight=rendered.weight,
+        lora_name=rendered.lora_name,
     )
 
 
@@ -556,6 +590,53 @@ def _check_encodable(request: GenerateRequest) -> None:
         raise BadRequestError("a number in the request is out of range") from None
     except UnicodeError:
         raise BadRequestError("a string in the request is not Unicode text") from None
+
+
+class KnownAdapters:
+    """The LoRA adapters of the engine by name, and what waits for the engine to change them."""
+
+    def __init__(self) -> None:
+        self._by_name: dict[str, LoRAInfo] = {}
+        self._nonce = 0
+        self._open: dict[int, asyncio.Future[None]] = {}
+
+    def get(self, name: str) -> LoRAInfo | None:
+        return self._by_name.get(name)
+
+    def names(self) -> list[str]:
+        return list(self._by_name)
+
+    def set(self, adapters: Iterable[LoRAInfo]) -> None:
+        self._by_name = {info.name: info for info in adapters}
+
+    def welcome(self, adapters: Iterable[LoRAInfo], *, same_engine: bool) -> list[LoRAInfo]:
+        """Set what an engine has; those that an engine before it had beside them."""
+        before = self._by_name
+        self.set(adapters)
+        return [] if same_engine else [i for i in before.values() if i.name not in self._by_name]
+
+    def ask(self) -> tuple[int, asyncio.Future[None]]:
+        """A nonce to send, and the future of its answer."""
+        self._nonce += 1
+        answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._open[self._nonce] = answer
+        return self._nonce, answer
+
+    def answer(self, message: AdapterAnswer) -> None:
+        asked = self._open.pop(message.nonce, None)
+        if asked is None or asked.done():
+            return
+        if message.error is None:
+            asked.set_result(None)
+        else:
+            asked.set_exception(error_from_wire(*message.error))
+
+    def fail(self, error: LookOnceError) -> None:
+        """The engine is gone: fail what waits."""
+        asked, self._open = self._open, {}
+        for answer in asked.values():
+            if not answer.done():
+                answer.set_exception(error)
 
 
 class StatsRequests:

@@ -63,6 +63,7 @@ class Stored(msgspec.Struct, frozen=True, gc=False):
     parent: bytes | None
     tokens: bytes
     items: tuple[bytes, ...]
+    adapter: bytes = b""
 
 
 class Held(msgspec.Struct, frozen=True, gc=False):
@@ -174,9 +175,14 @@ class StepEvents:
         self._next_load = 0.0
 
     def stored(
-        self, block_hash: bytes, parent: bytes | None, tokens: bytes, items: tuple[bytes, ...]
+        self,
+        block_hash: bytes,
+        parent: bytes | None,
+        tokens: bytes,
+        items: tuple[bytes, ...],
+        adapter: bytes = b"",
     ) -> None:
-        self._changes.append(Stored(block_hash, parent, tokens, items))
+        self._changes.append(Stored(block_hash, parent, tokens, items, adapter))
 
     def removed(self, block_hash: bytes) -> None:
         self._changes.append(Removed(block_hash))
@@ -237,7 +243,7 @@ def to_events(changes: Sequence[Change], block_size: int) -> list[Event]:
 
 def _event(change: Change, block_size: int) -> Event:
     match change:
-        case Stored(key, parent, tokens, items):
+        case Stored(key, parent, tokens, items, adapter):
             return {
                 "type": "BlockStored",
                 "block_hashes": [key],
@@ -246,7 +252,7 @@ def _event(change: Change, block_size: int) -> Event:
                 "block_size": block_size,
                 "lora_id": None,
                 "medium": MEDIUM,
-                "lora_name": None,
+                "lora_name": adapter.hex() or None,
                 "extra_keys": [tuple(item.hex() for item in items) or None],
             }
         case Removed(key) if block_size:

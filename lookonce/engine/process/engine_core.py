@@ -18,6 +18,7 @@ from lookonce.core.request import Request
 from lookonce.core.request_validation import RequestValidator
 from lookonce.core.scheduler import Scheduler
 from lookonce.core.scheduler_state import SchedulerOutput
+from lookonce.engine.process.adapters import EngineAdapters
 from lookonce.engine.process.cache_events import EventPublisher, Load, StepEvents
 from lookonce.engine.process.grammar import Compile
 from lookonce.errors import LookOnceError, RequestFailedError
@@ -230,6 +231,8 @@ class RequestPreprocessor:
         """`compile_grammar` may take seconds: `GrammarCompilerPool` calls it in its own threads."""
         self.model = model
         self.compile_grammar = compile_grammar
+        self.adapters: EngineAdapters | None = None
+        """None: no LoRA adapters are served."""
         self._validator = validator
 
     def preprocess(self, request: GenerateRequest, items: Mapping[bytes, ProcessedItem]) -> Request:

@@ -16,7 +16,7 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from lookonce.cache.slabs import SlabOwner
 from lookonce.core.request import Request
 from lookonce.core.scheduler import check_queue
+from lookonce.engine.process.adapters import EngineAdapters, Load
 from lookonce.engine.process.engine_core import RequestPreprocessor
 from lookonce.engine.process.grammar import CompiledRequest, GrammarCompilerPool
 from lookonce.engine.process.receiver_cache import Held, ReceiverCache
@@ -34,6 +35,7 @@ from lookonce.engine.process.step_loop import (
     AddCommand,
     CutOffCommand,
     ExtendCommand,
+    InstallCommand,
     Outcome,
     ProfileCommand,
     ResetCommand,
@@ -48,6 +50,7 @@ from lookonce.errors import (
     EngineDeadError,
     LookOnceError,
     MediaNotCachedError,
+    ModelNotFoundError,
     NotReadyError,
     QueueFullError,
     RequestFailedError,
@@ -57,6 +60,9 @@ from lookonce.ipc.channel import EngineChannel, Unreadable
 from lookonce.ipc.messages import (
     Abort,
     Accepted,
+    AdapterAnswer,
+    AdapterList,
+    AdaptersKnown,
     Claim,
     ClearCache,
     ClientMessage,
@@ -67,6 +73,7 @@ from lookonce.ipc.messages import (
     Heartbeat,
     Hello,
     LeaseSlabs,
+    LoadAdapter,
     OpenSession,
     Received,
     ReclaimSlabs,
@@ -80,6 +87,7 @@ from lookonce.ipc.messages import (
     SupplyMedia,
     TakeProfile,
     Unclaim,
+    UnloadAdapter,
     UpdateCache,
     Welcome,
 )
@@ -141,6 +149,9 @@ class InputThread:
         self._claims_moved = False
         """A sender has gone, or is silent: others may have been granted its claims, and are yet to
         be told."""
+        self._adapters: EngineAdapters | None = None
+        """None: the engine serves no LoRA adapters."""
+        self._adapter_answers = AdapterAnswers()
         self._stopped = False
 
     # --- called by other threads --------------------------------------------------------------
@@ -168,6 +179,8 @@ class InputThread:
                 self._grammar_compiled(compiled)
             for outcome in self._step_channel.take_outcomes():
                 self._handle_outcome(outcome)
+            if self._adapters is not None:
+                self._take_adapters(self._adapters)
             if self._claims_moved:
                 self._claims_moved = False
                 self._send_hints()
@@ -232,6 +245,12 @@ class InputThread:
                     self._reset(tier)
             case LeaseSlabs():
                 self._lease_slabs(sender, message)
+            case LoadAdapter():
+                self._load_adapter(sender, message)
+            case UnloadAdapter():
+                self._unload_adapter(sender, message)
+            case AdaptersKnown(_, number):
+                self._adapters_known(sender, number)
             case GetStats(nonce):
                 self._step_channel.command(StatsCommand(sender, nonce))
             case TakeProfile(seconds, path):
@@ -258,18 +277,23 @@ class InputThread:
 
     def _welcome_all(self, preprocessor: RequestPreprocessor) -> None:
         self._preprocessor, self._opening = preprocessor, None
+        self._adapters = preprocessor.adapters
+        if self._adapters is not None:
+            self._adapters.wake = self._channel.wake
         for sender in list(self._senders):
             self._welcome(sender, preprocessor)
 
     def _welcome(self, sender: str, preprocessor: RequestPreprocessor) -> None:
         epoch, model = self._receiver_cache.epoch, preprocessor.model
         slabs = self._slabs.capacity_bytes
-        welcome = Welcome(epoch, model, self._num_senders, ready=True, slab_bytes=slabs)
+        adapters = () if self._adapters is None else self._adapters.listed
+        welcome = Welcome(epoch, model, self._num_senders, True, slabs, adapters)
         self._send(sender, welcome)
 
     def _goodbye(self, sender: str) -> None:
         logger.warning("API process disconnected")
         self._senders.discard(sender)
+        self._answer_adapters(self._adapter_answers.forget(sender))
         self._unanswered.pop(sender, None)
         self._lost[sender] = set(self._end_requests(sender))
         if len(self._lost) > MAX_LOST:
@@ -377,9 +401,10 @@ class InputThread:
             if isinstance(message, OpenSession):
                 self._sessions.check_room(message.request.tenant)
                 _require_all_items(held)
-            return self._preprocess(message.request, held.items), held
+            return self._preprocess(self._with_adapter(message.request), held.items), held
         except LookOnceError as error:
             self._receiver_cache.release(request_id)
+            self._release_adapter(request_id)
             self._reject(sender, request_id, error)
             return None
 
@@ -538,6 +563,8 @@ class InputThread:
         if isinstance(outcome, StatsAnswer):
             counters = outcome.counters | self._receiver_cache.counters() | self._slabs.counters()
             counters |= self._sessions.counters()
+            if self._adapters is not None:
+                counters |= self._adapters.counters()
             self._send(outcome.sender, Stats(outcome.nonce, counters))
         elif isinstance(outcome, UnreachableSender):
             self._end_cut_off(outcome)
@@ -562,6 +589,75 @@ class InputThread:
         self._unaccepted.discard(request_id)
         self._pending_resends.forget(request_id)
         self._receiver_cache.release(request_id)
+        self._release_adapter(request_id)
+
+    # --- adapters -----------------------------------------------------------------------------
+
+    def _with_adapter(self, request: GenerateRequest) -> GenerateRequest:
+        """The request with the contents of the adapter that it asks for, which stay for it. Raises
+        `ModelNotFoundError`."""
+        identity = None
+        if request.lora_name:
+            if self._adapters is None:
+                raise ModelNotFoundError("this engine serves no adapters", param="model")
+            identity = self._adapters.acquire(request.request_id, request.lora_name)
+        if identity == request.adapter:
+            return request
+        return msgspec.structs.replace(request, adapter=identity)
+
+    def _release_adapter(self, request_id: str) -> None:
+        if self._adapters is not None:
+            self._adapters.release(request_id)
+
+    def _load_adapter(self, sender: str, message: LoadAdapter) -> None:
+        if message.epoch != self._receiver_cache.epoch:
+            return
+        adapters, name = self._adapters, message.name
+        if message.nonce == 0 and (adapters is None or adapters.knows(name)):
+            return
+        load = Load(sender, message.nonce, name, message.path)
+        try:
+            if adapters is None:
+                raise BadRequestError("this engine serves no adapters")
+            adapters.load(load, replace=message.replace)
+        except LookOnceError as error:
+            self._send(sender, AdapterAnswer(message.nonce, error_to_wire(error)))
+
+    def _unload_adapter(self, sender: str, message: UnloadAdapter) -> None:
+        if message.epoch != self._receiver_cache.epoch:
+            return
+        try:
+            if self._adapters is None:
+                raise BadRequestError("this engine serves no adapters")
+            self._adapters.unload(message.name)
+        except LookOnceError as error:
+            self._send(sender, AdapterAnswer(message.nonce, error_to_wire(error)))
+            return
+        self._announce_adapters(sender, message.nonce)
+
+    def _take_adapters(self, adapters: EngineAdapters) -> None:
+        installs, ended = adapters.take()
+        for install in installs:
+            self._step_channel.command(InstallCommand(install))
+        for load, error in ended:
+            if error is None:
+                self._announce_adapters(load.sender, load.nonce)
+            else:
+                logger.warning("an adapter was not loaded: %s", error.message)
+                self._send(load.sender, AdapterAnswer(load.nonce, error_to_wire(error)))
+
+    def _announce_adapters(self, sender: str, nonce: int) -> None:
+        """Tell all senders which adapters there are; once all know, answer the one that asked."""
+        assert self._adapters is not None
+        number = self._adapter_answers.begin(sender, nonce, self._senders)
+        self._broadcast(AdapterList(number, self._adapters.listed))
+
+    def _adapters_known(self, sender: str, number: int) -> None:
+        self._answer_adapters(self._adapter_answers.known(sender, number))
+
+    def _answer_adapters(self, asked: list[tuple[str, int]]) -> None:
+        for sender, nonce in asked:
+            self._send(sender, AdapterAnswer(nonce))
 
     # --- sending ------------------------------------------------------------------------------
 
@@ -677,6 +773,37 @@ class OpenSessions:
             "sessions_open": float(len(self._tenants)),
             "sessions_opened_total": float(self._num_opened),
         }
+
+
+class AdapterAnswers:
+    """Who waits until all senders know which adapters there are."""
+
+    def __init__(self) -> None:
+        self._number = 0
+        self._waiting: dict[int, tuple[str, int, set[str]]] = {}
+        """Number of a list → sender and nonce of the answer, and the senders that have not read
+        the list."""
+
+    def begin(self, sender: str, nonce: int, told: Iterable[str]) -> int:
+        """The number of a list that all in `told` are sent; one of them has asked for it."""
+        self._number += 1
+        self._waiting[self._number] = sender, nonce, set(told)
+        return self._number
+
+    def known(self, sender: str, number: int) -> list[tuple[str, int]]:
+        """A sender has read a list; who is to be answered now, and under which nonce."""
+        waiting = self._waiting.get(number)
+        if waiting is None:
+            return []
+        waiting[2].discard(sender)
+        if waiting[2]:
+            return []
+        del self._waiting[number]
+        return [waiting[:2]]
+
+    def forget(self, sender: str) -> list[tuple[str, int]]:
+        """A sender has gone: nobody waits for it."""
+        return [each for number in list(self._waiting) for each in self.known(sender, number)]
 
 
 def _require_all_items(held: Held) -> None:

@@ -15,8 +15,9 @@ from pathlib import Path
 import msgspec
 import torch
 
-from lookonce.config import GIB, KVConfig
+from lookonce.config import GIB, KVConfig, LoRAConfig
 from lookonce.core.block_pool import BlockPool
+from lookonce.engine.process.adapters import EngineAdapters
 from lookonce.engine.process.build import assemble
 from lookonce.engine.process.cache_events import Load
 from lookonce.engine.process.engine_core import EngineCore, RequestPreprocessor
@@ -24,12 +25,14 @@ from lookonce.engine.process.grammar import GrammarCompiler
 from lookonce.engine.process.kv_tiers import open_external, open_external_outputs, rope_of
 from lookonce.engine.process.warmup import WarmUpItems, warm_up
 from lookonce.engine.process_io import EngineSettings
-from lookonce.errors import ConfigError
+from lookonce.errors import BadRequestError, ConfigError, ModelLoadError
 from lookonce.model.attention.backend import AttentionBackend
 from lookonce.model.attention.select import resolve_block_size, select_backend
 from lookonce.model.loader import LoadedModel, load_model
+from lookonce.model.lora_files import AdapterStore, why_no_adapters
 from lookonce.model.runner import Runner, ThreadCounts
 from lookonce.render.families.registry import media_examples
+from lookonce.types.lora import LoRAInfo
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +77,7 @@ def load_engine(
         num_blocks,
         block_size,
     )
+    adapters = load_adapters(loaded, runner, settings.lora)
     info = loaded.info
     grammars = GrammarCompiler(settings.model.folder, info.vocab_size, info.eos_token_ids)
     warm_up_engine, _ = assemble(loaded.info, runner, settings, scratch)
@@ -104,6 +108,7 @@ def load_engine(
     grammars.load_soon()
     core, preprocessor = assemble(loaded.info, runner, settings, pool, external, grammars, outputs)
     core.load = warm_up_engine.load  # the first rates that a router knows
+    preprocessor.adapters = adapters
     return core, preprocessor
 
 
@@ -128,8 +133,34 @@ def make_runner(
         max_num_seqs=settings.scheduler.max_num_seqs,
         max_num_batched_tokens=settings.scheduler.max_num_batched_tokens,
         threads=threads,
+        adapters=settings.lora is not None,
         num_snapshots=settings.kv.num_snapshots(loaded.info.state_bytes),
     )
+
+
+def load_adapters(
+    loaded: LoadedModel, runner: Runner, lora: LoRAConfig | None
+) -> EngineAdapters | None:
+    """The adapters that are loaded at start. Raises `ConfigError` for a model without support for
+    adapters, and `ModelLoadError` for an adapter that cannot be served."""
+    if lora is None:
+        return None
+    reason = why_no_adapters(loaded.family)
+    if loaded.info.pooling is not None:
+        reason = "adapters are not served for models that give embeddings or scores"
+    if reason is not None or runner.lora is None:
+        raise ConfigError(f"--lora, --lora-dir: {reason}")
+    like = torch.zeros((), dtype=loaded.dtype, device=loaded.device)
+    store = AdapterStore(loaded.family, runner.lora, max_rank=lora.max_rank, like=like)
+    infos = []
+    for name, path in lora.adapters:
+        try:
+            identity, rank, install = store.load(path)
+        except BadRequestError as error:
+            raise ModelLoadError(f"--lora {name}: {error.message}") from error
+        install()
+        infos.append(LoRAInfo(name, identity, rank, path))
+    return EngineAdapters(store, max_loras=lora.max_loras, loaded=tuple(infos))
 
 
 def _num_blocks(loaded: LoadedModel, kv: KVConfig, block_size: int) -> int:

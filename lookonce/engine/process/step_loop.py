@@ -28,6 +28,7 @@ from lookonce.engine.process.profiler import StepProfiler
 from lookonce.errors import LookOnceError, error_to_wire
 from lookonce.ipc.channel import EngineChannelWriter
 from lookonce.ipc.messages import Accepted, Deltas
+from lookonce.types.lora import Install
 from lookonce.types.media import Array, MediaFeature, ProcessedItem
 from lookonce.types.request import ExtendOptions, SessionOptions, TokenDelta, client_request_id
 
@@ -105,6 +106,13 @@ class EndProfileCommand:
 
 
 @dataclass(frozen=True, slots=True)
+class InstallCommand:
+    """Let the runner use other LoRA adapters from the next step on."""
+
+    install: Install
+
+
+@dataclass(frozen=True, slots=True)
 class StopCommand:
     pass
 
@@ -124,6 +132,7 @@ Command: TypeAlias = (
     | StatsCommand
     | ProfileCommand
     | EndProfileCommand
+    | InstallCommand
     | StopCommand
 )
 """What the input thread tells the step loop."""
@@ -284,6 +293,8 @@ class StepLoop:
                 self._profile(seconds, path)
             case EndProfileCommand():
                 self._profiler.stop()
+            case InstallCommand(install):
+                install()
             case StopCommand():
                 self._stopped = True
 

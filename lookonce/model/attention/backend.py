@@ -6,11 +6,12 @@ sequences, Hq and Hkv the query and key-value heads, D the head dimension.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lookonce.model.attention.cross import CrossStates
 from lookonce.model.kv_pages import KVPages, LayerPages
@@ -115,6 +116,12 @@ class AttentionBackend(Protocol):
         ...
 
 
+class AddsToLinear(Protocol):
+    """What is added to the outputs of linear layers in one step (`lora.StepLoRA`)."""
+
+    def add(self, modules: Sequence[nn.Module], inputs: Tensor, outputs: Tensor) -> None: ...
+
+
 class ForwardContext(NamedTuple):
     """What attention needs in one step, beside each layer's tensors."""
 
@@ -125,3 +132,5 @@ class ForwardContext(NamedTuple):
     """What an encoder-decoder's tokens cross-attend to."""
     states: StepStates | None = None
     """Of the step's sequences, where layers keep other states than keys and values."""
+    lora: AddsToLinear | None = None
+    """Where some sequence of the step has an adapter."""

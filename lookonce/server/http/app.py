@@ -64,6 +64,7 @@ from lookonce.server.routes.conversations import (
 from lookonce.server.routes.debug import show_savings, show_state, take_profile
 from lookonce.server.routes.generate import generate
 from lookonce.server.routes.invocations import invocations
+from lookonce.server.routes.lora import load_lora_adapter, unload_lora_adapter
 from lookonce.server.routes.media_cache import inject_media, show_media_cache
 from lookonce.server.routes.openapi import show_docs, show_openapi
 from lookonce.server.routes.pooling import embeddings, pool, rerank, score
@@ -139,6 +140,8 @@ ROUTES = [
     Route("/inference/v1/abort_requests", abort_requests, methods=["POST"]),
     Route("/inference/v1/media_cache", inject_media, methods=["POST"]),
     Route("/inference/v1/media_cache", show_media_cache, methods=["GET"]),
+    Route("/v1/load_lora_adapter", load_lora_adapter, methods=["POST"]),
+    Route("/v1/unload_lora_adapter", unload_lora_adapter, methods=["POST"]),
     Route("/debug/state", show_state, methods=["GET"]),
     Route("/savings", show_savings, methods=["GET"]),
     Route("/debug/profile", take_profile, methods=["POST"]),

@@ -54,21 +54,25 @@ async def show_version(request: Request) -> Response:
 
 
 async def list_models(request: Request) -> Response:
-    return json_response(ModelList(data=[_card(request.app.state.services)]))
+    services: Services = request.app.state.services
+    names = [services.config.model.served_name, *services.engine.adapters.names()]
+    return json_response(ModelList(data=[_card(services, name) for name in names]))
 
 
 async def show_model(request: Request) -> Response:
     services: Services = request.app.state.services
-    services.require_model(request.path_params["model"])
-    return json_response(_card(services))
+    name = services.require_model(request.path_params["model"])
+    return json_response(_card(services, name))
 
 
-def _card(services: Services) -> ModelCard:
-    name = services.config.model.served_name
+def _card(services: Services, name: str) -> ModelCard:
+    """Of the model, or of an adapter."""
+    served = services.config.model.served_name
     return ModelCard(
         id=name,
         created=STARTED,
         root=name,
+        parent=None if name == served else served,
         max_model_len=services.max_model_len(),
         modalities=services.renderer.modalities,
     )

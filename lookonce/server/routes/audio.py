@@ -121,7 +121,7 @@ def _context(request: Request, asked: TranscriptionRequest) -> ServingContext:
     context = ServingContext(
         services=services,
         principal=request.state.principal,
-        model=services.require_model(asked.model),
+        model=services.require_base_model(asked.model),
         request_id=request_id_of(request, asked.request_id),
         stream=asked.stream,
         wants_receipt=asked.reuse_receipt,  # no limits: the transcriber counts what is used

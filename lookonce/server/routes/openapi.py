@@ -62,6 +62,7 @@ from lookonce.server.routes.conversations import (
 )
 from lookonce.server.routes.debug import ProfileRequest, SavedToday, ServerState
 from lookonce.server.routes.generate import GenerateRequest, GenerateResponse
+from lookonce.server.routes.lora import LoadLoRAAdapterRequest, UnloadLoRAAdapterRequest
 from lookonce.server.routes.media_cache import MediaCacheInfo, MediaCacheRequest, MediaCacheResponse
 from lookonce.server.routes.page import HEADERS
 from lookonce.server.routes.render import RenderChatRequest, RenderCompletionRequest, RenderedBody
@@ -117,8 +118,8 @@ OPERATIONS = (
     Operation("GET", "/load", "How many sequences run or wait", answer=Load),
     Operation("GET", "/server_info", "Version and configuration", answer=ServerInfo),
     Operation("GET", "/tokenizer_info", "The tokenizer's configuration"),
-    Operation("GET", "/v1/models", "The served model, as a list", answer=ModelList),
-    Operation("GET", "/v1/models/{model}", "The served model", answer=ModelCard),
+    Operation("GET", "/v1/models", "The served model and its adapters", answer=ModelList),
+    Operation("GET", "/v1/models/{model}", "One of them", answer=ModelCard),
     Operation(
         "POST", "/v1/chat/completions", "Answer a conversation", ChatRequest, ChatCompletion, True
     ),
@@ -193,6 +194,8 @@ OPERATIONS = (
     Operation("POST", "/v2/rerank", "As /v1/rerank", RerankRequest, RerankResult),
     Operation("POST", "/rerank", "As /v1/rerank", RerankRequest, RerankResult),
     Operation("POST", "/invocations", "Any of the requests for a model's work", streams=True),
+    Operation("POST", "/v1/load_lora_adapter", "Load an adapter", LoadLoRAAdapterRequest),
+    Operation("POST", "/v1/unload_lora_adapter", "Unload it", UnloadLoRAAdapterRequest),
     Operation("POST", "/reset_mm_cache", "Empty the cache of processed media"),
     Operation("POST", "/reset_encoder_cache", "Empty the cache of encoder outputs"),
     Operation("POST", "/reset_prefix_cache", "Empty the prefix cache"),

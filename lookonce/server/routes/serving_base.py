@@ -115,6 +115,7 @@ def open_context(
         limit_asked=names_limit(body),
         arrival=arrival,
         usage_limits=request.state.usage,
+        lora_name="" if services.engine.adapters.get(model) is None else model,
         token_name=token_id_name if getattr(body, "return_tokens_as_token_ids", None) else None,
     )
     if (trace := request.scope["state"].get("trace")) is not None:
@@ -179,6 +180,8 @@ class ServingContext:
     arrival: float = field(default_factory=time.monotonic)
     usage_limits: RequestUsage = field(default_factory=lambda: NO_LIMITS)
     """What of its limits the request uses."""
+    lora_name: str = ""
+    """The LoRA adapter that answers; empty: none."""
     token_name: TokenName | None = None
     """What log-probabilities are listed by, if not by the text of the token."""
     created: int = field(default_factory=lambda: int(time.time()))
@@ -232,6 +235,7 @@ class ServingContext:
         `BadRequestError` for a prompt that the model cannot take."""
         self._prompts.append(rendered)
         rendered.tenant = self.principal.tenant
+        rendered.lora_name = self.lora_name
         limit = sampling.max_tokens
         if not pools:
             limit = self.usage_limits.limit_answer(sampling.max_tokens, asked=self.limit_asked)

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from lookonce.core.mm_features import EncoderInputs, MultiModalFeatures
+from lookonce.core.request import AdaptedKeys
 from lookonce.errors import LookOnceError, RequestFailedError
 from lookonce.types.media import MediaFeature
 from lookonce.types.request import GenerateRequest, PromptLogprob
@@ -55,6 +56,8 @@ class _Known:
     """Of positions over indices."""
     state: bytes = b""
     """After the last computed token, of a model that keeps states."""
+    adapter: bytes = b""
+    """Digest of its LoRA adapter, on which everything depends that is computed."""
 
 
 class FakeRunner:
@@ -129,6 +132,7 @@ class FakeRunner:
         asked = new.sampling.prompt_logprobs is not None and new.sample_index == 0
         scored = range(new.num_prompt_tokens - 1 if asked else 0)
         sequence = _Known(new.token_ids.tolist(), features, new.sample_index, scored)
+        sequence.adapter = sequence.state = new.adapter
         self.known[new.seq_id] = sequence
         if new.snapshot is not None:
             require(
@@ -328,7 +332,7 @@ class FakeRunner:
             require(len(users) == 1, "no block is written while another sequence uses it")
             expected = row_at(sequence.features, position)
             require(rows.get(position) == expected, "each embed position gets its own row")
-            before = self._read(sequence, position - 1) if position else b""
+            before = self._read(sequence, position - 1) if position else sequence.adapter
             slot = (block, position % self.block_size)
             self.kv[slot] = advance(before, sequence.tokens[position], expected, inputs)
             if self.limits.model.state_bytes:
@@ -422,10 +426,13 @@ def reference(
     encoder_decoder: bool = False,
 ) -> list[int]:
     """The tokens the request must get, computed in one go without a scheduler."""
-    features = collect(request.features, encoder_decoder=encoder_decoder)
+    adapted, sent = AdaptedKeys.of(request.adapter), request.features
+    features = collect(
+        sent if adapted is None else adapted.features(sent), encoder_decoder=encoder_decoder
+    )
     inputs = attended(features)
     tokens = np.frombuffer(request.prompt.data, dtype="<i4").tolist()
-    state = b""
+    state = b"" if request.adapter is None else request.adapter.digest
     for position, token in enumerate(tokens):
         state = advance(state, token, row_at(features, position), inputs)
     generated: list[int] = []

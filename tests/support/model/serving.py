@@ -27,6 +27,7 @@ from lookonce.engine.process.engine_core import EngineCore
 from lookonce.model.attention.backend import AttentionBackend
 from lookonce.model.attention.select import select_backend
 from lookonce.model.loader import LoadedModel, load_model
+from lookonce.model.lora import LoRAAdapter
 from lookonce.model.runner import Runner
 from lookonce.model.step_inputs import StepInputs
 from lookonce.render.families.registry import media_examples
@@ -176,7 +177,10 @@ def sounds() -> list[np.ndarray]:
 
 def expected_answers(folder: Path, info: ModelInfo, cases: list[Case]) -> list[Answer]:
     """Greedy tokens and logits of plain Hugging Face `generate`, one prompt at a time, fp32."""
-    model = reference_model(folder, info)
+    return answers_of(reference_model(folder, info), cases)
+
+
+def answers_of(model: Any, cases: Sequence[Case]) -> list[Answer]:
     return [_reference_answer(model, case) for case in cases]
 
 
@@ -228,6 +232,7 @@ def make_core(
     info: ModelInfo | None = None,
     edit: PlanEdit = lambda plan: plan,
     num_snapshots: int = 32,
+    adapters: Sequence[LoRAAdapter] = (),
 ) -> tuple[EngineCore, CapturingRunner]:
     """`info` is what the scheduler believes of the model, `edit` changes plans on their way to the
     runner: both are for taking a piece of handling away.
@@ -251,7 +256,11 @@ def make_core(
         max_num_batched_tokens=budget,
         edit=edit,
         num_snapshots=num_snapshots,
+        adapters=bool(adapters),
     )
+    for adapter in adapters:
+        assert runner.lora is not None
+        runner.lora.loaded = runner.lora.loaded.with_adapter(adapter)
     return EngineCore(scheduler, runner), runner
 
 
@@ -261,14 +270,15 @@ def serve(
     *,
     prompt_logprobs: Mapping[int, int] = MappingProxyType({}),
     num_tokens: int | None = NUM_TOKENS,
+    adapted: Mapping[int, LoRAAdapter] = MappingProxyType({}),
     **options: Any,
 ) -> Served:
     """Answers of an `EngineCore` to all cases; one arrives every step: prefills and decodes mix.
 
     `prompt_logprobs`: by case, how many of the likeliest it asks for beside its prompt's tokens.
-    `options` are those of `make_core`.
+    `adapted`: by case, the adapter that it is computed with. `options` are those of `make_core`.
     """
-    core, runner = make_core(loaded, **options)
+    core, runner = make_core(loaded, adapters=list(adapted.values()), **options)
     tokens: dict[str, list[int]] = {str(i): [] for i in range(len(cases))}
     reasons: dict[str, str] = {}
     scored: dict[int, list[PromptLogprob]] = {}
@@ -277,6 +287,9 @@ def serve(
         if waiting:
             index, case = waiting.pop(0)
             request = _request(index, case, prompt_logprobs.get(index), num_tokens)
+            if index in adapted:
+                identity = adapted[index].identity
+                request = msgspec.structs.replace(request, adapter=identity)
             core.add(request, case.items)
         output = core.step()
         for delta in output.deltas if output else ():
@@ -356,7 +369,7 @@ def assert_parity(served: Served, expected: Sequence[Answer]) -> None:
     difference = compare(served.answers, expected)
     assert difference.wrong == 0
     largest = max(1.0, *(float(answer.logits.abs().max()) for answer in expected))
-    assert difference.max_logit_error < MAX_LOGIT_ERROR * largest
+    assert difference.max_logit_error < MAX_LOGIT_ERROR * largest, difference
 
 
 def blocks_for_preemption(cases: Sequence[Case], block_size: int) -> int:

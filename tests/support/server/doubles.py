@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+from lookonce.engine.client.engine_client import KnownAdapters
 from lookonce.errors import BadRequestError, LookOnceError, error_to_wire
 from lookonce.render.prompt.long_texts import LongTextThreads
 from lookonce.types.fair_queue import LoopTurns
@@ -188,6 +189,7 @@ class RecitingEngine:
     def __init__(self, answer: str = "a red circle") -> None:
         self.answer = answer
         self.state = "ready"
+        self.adapters = KnownAdapters()
         self.model = MODEL
         self.running: dict[str, set[int]] = {}
         self.tokens_made: Counter[tuple[str, int]] = Counter()

@@ -19,7 +19,7 @@ async def realtime(websocket: WebSocket) -> None:
     """Raises what refuses the WebSocket, before it is accepted."""
     services: Services = websocket.app.state.services
     principal: Principal = websocket.scope["state"]["principal"]
-    model = services.require_model(websocket.query_params.get("model"))
+    model = services.require_base_model(websocket.query_params.get("model"))
     services.require_ready()
     outbox = Outbox()
     with services.realtime.opened(principal.tenant) as budget:
