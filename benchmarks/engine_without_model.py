@@ -21,6 +21,7 @@ from lookonce.core.block_pool import BlockPool
 from lookonce.core.encoder_cache import EncoderCache
 from lookonce.core.scheduler import Scheduler
 from lookonce.core.scheduler_state import SchedulerState
+from lookonce.model.device import StepReads
 from lookonce.model.encoder_runner import EncoderRunner
 from lookonce.model.families.base import ModelFamily, Tensors
 from lookonce.model.input_batch import InputBatch
@@ -144,7 +145,8 @@ class EngineWithoutModel:
             else:
                 self.table.extend(change)
         added = _now()
-        report = self._encoder.execute(plan)
+        report = self._encoder.execute(plan, StepReads(torch.device("cpu")))
+        self._encoder.check(report)
         encoded = _now()
         if plan.scheduled:
             self._gather(plan)
