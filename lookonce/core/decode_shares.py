@@ -6,7 +6,10 @@ only some of them in a step, in turn, such that for each tenant
 
     seconds of the step ≤ sum of all weights / its weight x seconds of a step of its own sequences
 
-which is what it would have alone with its share of the machine.
+which is what it would have alone with its share of the machine. Where a step of no sequence would
+take little (`TURN_OVERHEAD`), steps are divided further: tenants take turns at them, the one that
+has used least time for its weight first, and no step of decodes takes more than `SLICE_SECONDS`.
+Whoever comes then waits for the rest of one such step, and its own ones are as short as alone.
 
 **Prompts.** A step computes no more tokens of prompts than take `SLICE_SECONDS`, so that nobody
 waits long for a step of another one; and none of a tenant that has used more time, for its weight,
@@ -35,58 +38,71 @@ from lookonce.types.step import StepPlan
 LINGER_SECONDS = 0.25
 """A tenant without sequences counts as served for so long: whoever asks one question after another
 would otherwise wait, at each, for a step of all sequences of the others."""
-PROMPT_DECAY = 0.8
+RECENT = 0.8
+"""Weight of what was measured so far beside a new measurement of the same."""
 DECAY = 0.98
-"""Weight of the measurements so far beside a new one."""
+"""The same for steps of various numbers of sequences."""
 NEGLIGIBLE = 1e6
 """A step that takes so many times as long as each of its sequences adds takes always as long."""
 SLICE_SECONDS = 0.006
 """For tokens of prompts; as long as a step of no sequence where that is longer."""
-MIN_SLICE_TOKENS = 32
+MIN_SLICE_TOKENS = 16
 FIRST_SLICE_TOKENS = 128
 """As long as it is not known how long tokens take."""
 CREDIT_SECONDS = 0.05
 """That a tenant may use, times its weight, before the others' prompts when it comes back."""
+UNKNOWN_SECONDS = 1e-6
+"""For a token, before it was measured how long it takes: only that all are alike counts."""
 NOBODY: frozenset[str] = frozenset()
-LEAST_SPREAD = 0.1
-"""Below this relative spread of the numbers of sequences nothing is known of the part of a step's
-time that does not depend on them: it counts as 0, and steps of fewer sequences will tell."""
+TURN_OVERHEAD = 0.4
+"""Most of a slice that the fixed part of its time may be for tenants to take turns at steps: what
+two tenants' steps take more than one of both."""
 
 
 class StepTimes:
-    """Seconds of a step that only decodes, by its number of sequences: a line through what was
-    measured, by least squares, where older measurements count less."""
+    """Seconds of a step that only decodes, by its number of sequences: the line from the fewest
+    that were measured to the mean of all others, where older measurements count less."""
 
     def __init__(self) -> None:
-        self._count = self._x = self._y = self._xx = self._xy = 0.0
         self.prompt_token = 0.0
         """Seconds of each token of a prompt; 0 until it was measured."""
+        self._fewest, self._fewest_seconds = 0, 0.0
+        self._weight = self._total_number = self._total_seconds = 0.0
 
     def note(self, num_sequences: int, seconds: float) -> None:
-        self._count = self._count * DECAY + 1
-        self._x = self._x * DECAY + num_sequences
-        self._y = self._y * DECAY + seconds
-        self._xx = self._xx * DECAY + num_sequences * num_sequences
-        self._xy = self._xy * DECAY + num_sequences * seconds
+        fewest, known = self._fewest, self._fewest_seconds
+        if num_sequences == fewest:
+            self._fewest_seconds = RECENT * known + (1 - RECENT) * seconds
+        elif not fewest or num_sequences < fewest:
+            self._fewest, self._fewest_seconds = num_sequences, seconds
+            if fewest:
+                self._note_more(fewest, known)
+        else:
+            self._note_more(num_sequences, seconds)
+
+    def _note_more(self, num_sequences: int, seconds: float) -> None:
+        self._weight = self._weight * DECAY + 1
+        self._total_number = self._total_number * DECAY + num_sequences
+        self._total_seconds = self._total_seconds * DECAY + seconds
 
     def note_prompt(self, num_tokens: int, num_sequences: int, seconds: float) -> None:
         """A step with so many tokens of prompts beside `num_sequences` that decode."""
         fixed, each = self.line()
         cost = max(0.0, seconds - fixed - each * num_sequences) / num_tokens
         known = self.prompt_token
-        self.prompt_token = cost if not known else PROMPT_DECAY * known + (1 - PROMPT_DECAY) * cost
+        self.prompt_token = cost if not known else RECENT * known + (1 - RECENT) * cost
 
     def line(self) -> tuple[float, float]:
-        """(seconds of any step, seconds of each sequence); neither is negative."""
-        if not self._count or not self._y:
+        """(seconds of any step, seconds of each sequence); neither is negative. Where one number
+        of sequences was measured, the first is 0: steps of fewer will tell."""
+        if not self._fewest:
             return 0.0, 0.0
-        x, y = self._x / self._count, self._y / self._count
-        variance = self._xx / self._count - x * x
-        if variance < (LEAST_SPREAD * x) ** 2:
-            return 0.0, y / x
-        slope = (self._xy / self._count - x * y) / variance
-        slope = min(max(0.0, slope), y / x)
-        return y - slope * x, slope
+        if not self._weight:
+            return 0.0, self._fewest_seconds / self._fewest
+        number, seconds = self._total_number / self._weight, self._total_seconds / self._weight
+        slope = (seconds - self._fewest_seconds) / (number - self._fewest)
+        slope = min(max(0.0, slope), seconds / number)
+        return seconds - slope * number, slope
 
 
 @dataclass(slots=True)
@@ -115,6 +131,8 @@ class DecodeShares:
         self._working: set[str] = set()
         """Tenants that had something to compute in the last step."""
         self._num_turns = 0
+        self._put_off: list[Sequence] = []
+        """Decodes of tenants that are behind, where tenants take turns at steps."""
         self.measures = False
         """Whether the last step was chosen for while several tenants were served."""
         self._planned_at = 0.0
@@ -124,11 +142,19 @@ class DecodeShares:
         served."""
         self._planned_at = self._state.clock()
         self.measures = not self._is_one_tenant
-        self.behind = NOBODY
+        self.behind = self._behind_decodes = NOBODY
+        self._put_off = []
         if not self.measures:
             return decodes
         self._note_served()
-        decodes = self._limited(decodes)
+        limits = self._limits()
+        if limits and self._takes_turns:
+            self.behind = self._behind(self._working)
+            self._put_off = [s for s in decodes if s.request.tenant in self.behind]
+            decodes = [s for s in decodes if s.request.tenant not in self.behind]
+            self._behind_decodes = self._behind(s.request.tenant for s in decodes)
+            return self._within_slice(decodes)
+        decodes = self._limited(decodes, limits)
         if self._cuts_prompts and self._times.prompt_token:  # else nobody pays for prompts
             self._behind_decodes = self._behind(s.request.tenant for s in decodes)
             self.behind = self._behind(self._working)
@@ -138,6 +164,32 @@ class DecodeShares:
         """Tenants that have used more than one of these."""
         least = min((self._served[tenant].used for tenant in tenants), default=math.inf)
         return frozenset(t for t, served in self._served.items() if served.used > least)
+
+    def put_off(self) -> list[Sequence]:
+        """Decodes for a step in which nothing else can be computed after all."""
+        return self._within_slice(self._put_off)
+
+    @property
+    def _takes_turns(self) -> bool:
+        """Whether a step is of one tenant: what is lost is small, as a small step is short."""
+        return self._cuts_prompts and self._times.line()[0] <= TURN_OVERHEAD * SLICE_SECONDS
+
+    def _within_slice(self, decodes: list[Sequence]) -> list[Sequence]:
+        """In turn as many as take no longer than a slice."""
+        fixed, each = self._times.line()
+        most = max(1, int((SLICE_SECONDS - fixed) / each)) if each else len(decodes)
+        if len(decodes) <= most:
+            return decodes
+        return self._in_turn(decodes, most)
+
+    def _in_turn(self, decodes: list[Sequence], most: int) -> list[Sequence]:
+        """Those that have waited longest, in the order of `decodes`."""
+        chosen = sorted(decodes, key=lambda s: s.decode_turn)[:most]
+        for sequence in chosen:
+            self._num_turns += 1
+            sequence.decode_turn = self._num_turns
+        kept = set(chosen)
+        return [sequence for sequence in decodes if sequence in kept]
 
     @property
     def may_limit(self) -> bool:
@@ -165,21 +217,19 @@ class DecodeShares:
         changed, self.behind = self.behind != self._behind_decodes, self._behind_decodes
         return changed
 
-    def _limited(self, decodes: list[Sequence]) -> list[Sequence]:
-        limits = row_limits(
+    def _limits(self) -> dict[str, int]:
+        return row_limits(
             {tenant: (s.num_sequences, s.weight) for tenant, s in self._served.items()},
             *self._times.line(),
         )
+
+    def _limited(self, decodes: list[Sequence], limits: dict[str, int]) -> list[Sequence]:
         if not limits:
             return decodes
-        chosen = set(decodes)
+        chosen = {s for s in decodes if s.request.tenant not in limits}
         for tenant, limit in limits.items():
             own = [s for s in decodes if s.request.tenant == tenant]
-            own.sort(key=lambda s: s.decode_turn)
-            chosen.difference_update(own[limit:])
-            for sequence in own[:limit]:
-                self._num_turns += 1
-                sequence.decode_turn = self._num_turns
+            chosen.update(self._in_turn(own, limit))
         return [sequence for sequence in decodes if sequence in chosen]
 
     def note_done(self, plan: StepPlan, encode_owners: EncodeOwners) -> None:
@@ -196,22 +246,27 @@ class DecodeShares:
             fixed, each = self._times.line()
             known = fixed + each * num_decodes + self._times.prompt_token * num_tokens
             self._charge_encodes(encode_owners, max(0.0, seconds - known))
+            seconds = min(seconds, known)
         elif num_tokens >= MIN_SLICE_TOKENS:
             self._times.note_prompt(num_tokens, num_decodes, seconds)
         elif self.measures and num_decodes and not num_tokens:
             self._times.note(num_decodes, seconds)
         if self.measures:
-            self._charge(plan)
+            self._charge(plan, seconds)
 
-    def _charge(self, plan: StepPlan) -> None:
-        """Each tenant with what its part of the step costs by itself."""
+    def _charge(self, plan: StepPlan, seconds: float) -> None:
+        """Each tenant with its part of the step's seconds, by what its sequences cost alone."""
         _, each = self._times.line()
+        costs = Counter[str]()
         for chunk in plan.scheduled:
             sequence = self._state.queues.sequences.get(chunk.seq_id)
-            if sequence is None or (served := self._served.get(sequence.request.tenant)) is None:
-                continue
-            cost = each if chunk.num_tokens == 1 else self._times.prompt_token * chunk.num_tokens
-            served.used += cost / served.weight
+            if sequence is not None:
+                token = each if chunk.num_tokens == 1 else self._times.prompt_token
+                costs[sequence.request.tenant] += chunk.num_tokens * (token or UNKNOWN_SECONDS)
+        total = sum(costs.values())
+        for tenant, cost in costs.items():
+            if (served := self._served.get(tenant)) is not None:
+                served.used += seconds * cost / total / served.weight
 
     def _charge_encodes(self, owners: EncodeOwners, seconds: float) -> None:
         """Each tenant with its part of the items."""

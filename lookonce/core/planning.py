@@ -158,19 +158,33 @@ class Planner:
         if needy is not None and step.tokens > 0 and self._try_admit(needy, step):
             first = needy
         if self._queues.has_prompts:
-            if self._queues.turns.several:
-                self._plan_by_tenant(first, step)
-            else:
-                if shares.behind:
-                    shares.let_more_compute()  # there is nobody else's prompt
-                self._plan_prefills(first, step)
-                self._plan_admissions(step)
+            self._plan_prompts(first, step)
+        if not step.scheduled:
+            self._plan_put_off(step)
+        if self._queues.has_prompts:
             self._was_stalled = step.stalled
             if self._prefetcher is not None and not step.stalled and step.encoder.left > 0:
                 self._prefetcher.plan(step)
         if step.starved or fairness.starved:
             fairness.note_starved(step.starved)
         return step
+
+    def _plan_prompts(self, first: Sequence | None, step: StepPass) -> None:
+        if self._queues.turns.several:
+            self._plan_by_tenant(first, step)
+            return
+        if self.decode_shares.behind:
+            self.decode_shares.let_more_compute()  # there is nobody else's prompt
+        self._plan_prefills(first, step)
+        self._plan_admissions(step)
+
+    def _plan_put_off(self, step: StepPass) -> None:
+        """The tenant whose turn it is can compute nothing now: the others' decodes."""
+        decodes = self.decode_shares.put_off()
+        if decodes:
+            step.tokens = max(step.tokens, len(decodes))
+            self._grow_decodes(decodes)
+            self._plan_decodes(decodes, step)
 
     def _make_way(self) -> Sequence | None:
         """The waiting sequence for which others were preempted, if any."""

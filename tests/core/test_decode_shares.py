@@ -77,6 +77,55 @@ def test_a_tenant_with_one_sequence_waits_twice_as_long_for_each_token_at_most()
     assert all(len(beside.tokens["many", index]) == NUM_TOKENS for index in range(MANY))
 
 
+class AskingEngine(TimedEngine):
+    """Steps that begin with sequences of both tenants; `many` has the first 33 sequences."""
+
+    def tenants(self) -> set[str]:
+        """Of the last plan."""
+        ids = [chunk.seq_id for chunk in self.plans[-1].scheduled]
+        return {"many" if seq_id < MANY else "one" for seq_id in ids}
+
+
+def test_short_steps_are_of_one_tenant_and_who_asks_for_less_waits_for_one() -> None:
+    alone, beside = AskingEngine(), AskingEngine()
+    busy(beside)
+    for engine in (alone, beside):
+        engine.add(answering("one", "first", 3))  # what steps take is measured
+        engine.seconds_to_end("first")
+    waited = []
+    for number in range(20):
+        for _ in range(3):  # between its requests the other one goes on
+            began = beside.now
+            beside.step()
+            assert beside.now - began <= SLICE_SECONDS * (1 + 1e-6)
+            assert beside.tenants() == {"many"}
+        for engine in (alone, beside):
+            engine.add(answering("one", f"o{number}", 5))
+        took = [0.0, 0.0]
+        for index, engine in enumerate((alone, beside)):
+            while (f"o{number}", 0) not in engine.ended:
+                began = engine.now
+                engine.step()
+                took[index] += engine.now - began
+                assert engine is alone or engine.tenants() == {"one"}
+        waited.append(took[1] - took[0])
+    assert max(waited) == pytest.approx(0.0, abs=1e-9)
+
+
+def test_tenants_take_turns_at_short_steps_by_time() -> None:
+    """Who asks for more than half gets half."""
+    engine = AskingEngine()
+    busy(engine)
+    engine.add(answering("one", "one", 300))
+    seconds = Counter[str]()
+    while ("one", 0) not in engine.ended and ("many", 0) not in engine.ended:
+        began = engine.now
+        engine.step()
+        for tenant in engine.tenants():
+            seconds[tenant] += engine.now - began
+    assert abs(seconds["one"] - seconds["many"]) < CREDIT_SECONDS + 3 * SLICE_SECONDS
+
+
 def test_long_prompts_of_another_tenant_delay_an_answer_by_their_share() -> None:
     alone, beside = TimedEngine(), TimedEngine()
     for number in range(20):
