@@ -26,7 +26,7 @@ GPUs, no decodes are limited.
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -40,6 +40,8 @@ LINGER_SECONDS = 0.25
 would otherwise wait, at each, for a step of all sequences of the others."""
 RECENT = 0.8
 """Weight of what was measured so far beside a new measurement of the same."""
+NUM_MEASURED = 4
+"""Steps of the fewest sequences that are measured before their time is believed."""
 DECAY = 0.98
 """The same for steps of various numbers of sequences."""
 NEGLIGIBLE = 1e6
@@ -66,19 +68,20 @@ class StepTimes:
     def __init__(self) -> None:
         self.prompt_token = 0.0
         """Seconds of each token of a prompt; 0 until it was measured."""
-        self._fewest, self._fewest_seconds = 0, 0.0
+        self._fewest = 0
+        self._fewest_seconds: deque[float] = deque(maxlen=NUM_MEASURED)
         self._weight = self._total_number = self._total_seconds = 0.0
 
     def note(self, num_sequences: int, seconds: float) -> None:
-        fewest, known = self._fewest, self._fewest_seconds
-        if num_sequences == fewest:
-            self._fewest_seconds = RECENT * known + (1 - RECENT) * seconds
-        elif not fewest or num_sequences < fewest:
-            self._fewest, self._fewest_seconds = num_sequences, seconds
-            if fewest:
-                self._note_more(fewest, known)
-        else:
+        if num_sequences > self._fewest > 0:
             self._note_more(num_sequences, seconds)
+            return
+        if num_sequences < self._fewest:
+            for known in self._fewest_seconds:
+                self._note_more(self._fewest, known)
+            self._fewest_seconds.clear()
+        self._fewest = num_sequences
+        self._fewest_seconds.append(seconds)
 
     def _note_more(self, num_sequences: int, seconds: float) -> None:
         self._weight = self._weight * DECAY + 1
@@ -93,14 +96,17 @@ class StepTimes:
         self.prompt_token = cost if not known else RECENT * known + (1 - RECENT) * cost
 
     def line(self) -> tuple[float, float]:
-        """(seconds of any step, seconds of each sequence); neither is negative. Where one number
-        of sequences was measured, the first is 0: steps of fewer will tell."""
+        """(seconds of any step, seconds of each sequence); neither is negative. The first is 0
+        before steps of two sizes were measured often enough: steps of fewer will tell."""
         if not self._fewest:
             return 0.0, 0.0
+        fewest = min(self._fewest_seconds)  # in the others this process had to wait for a core
         if not self._weight:
-            return 0.0, self._fewest_seconds / self._fewest
+            return 0.0, fewest / self._fewest
         number, seconds = self._total_number / self._weight, self._total_seconds / self._weight
-        slope = (seconds - self._fewest_seconds) / (number - self._fewest)
+        if len(self._fewest_seconds) < NUM_MEASURED:
+            return 0.0, seconds / number
+        slope = (seconds - fewest) / (number - self._fewest)
         slope = min(max(0.0, slope), seconds / number)
         return seconds - slope * number, slope
 
@@ -142,10 +148,10 @@ class DecodeShares:
         served."""
         self._planned_at = self._state.clock()
         self.measures = not self._is_one_tenant
-        self.behind = self._behind_decodes = NOBODY
-        self._put_off = []
+        self.behind = NOBODY
         if not self.measures:
             return decodes
+        self._behind_decodes, self._put_off = NOBODY, []
         self._note_served()
         limits = self._limits()
         if limits and self._takes_turns:
@@ -257,7 +263,7 @@ class DecodeShares:
     def _charge(self, plan: StepPlan, seconds: float) -> None:
         """Each tenant with its part of the step's seconds, by what its sequences cost alone."""
         _, each = self._times.line()
-        costs = Counter[str]()
+        costs = defaultdict[str, float](float)
         for chunk in plan.scheduled:
             sequence = self._state.queues.sequences.get(chunk.seq_id)
             if sequence is not None:

@@ -157,11 +157,12 @@ class Planner:
             shares.note_no_decodes()
         if needy is not None and step.tokens > 0 and self._try_admit(needy, step):
             first = needy
-        if self._queues.has_prompts:
+        has_prompts = self._queues.has_prompts
+        if has_prompts:
             self._plan_prompts(first, step)
-        if not step.scheduled:
+        if shares.measures and not step.scheduled:
             self._plan_put_off(step)
-        if self._queues.has_prompts:
+        if has_prompts:
             self._was_stalled = step.stalled
             if self._prefetcher is not None and not step.stalled and step.encoder.left > 0:
                 self._prefetcher.plan(step)

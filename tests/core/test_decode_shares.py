@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from lookonce.core.decode_shares import (
     CREDIT_SECONDS,
     LINGER_SECONDS,
+    NUM_MEASURED,
     SLICE_SECONDS,
     StepTimes,
     row_limits,
@@ -90,7 +91,7 @@ def test_short_steps_are_of_one_tenant_and_who_asks_for_less_waits_for_one() -> 
     alone, beside = AskingEngine(), AskingEngine()
     busy(beside)
     for engine in (alone, beside):
-        engine.add(answering("one", "first", 3))  # what steps take is measured
+        engine.add(answering("one", "first", 10))  # what steps take is measured
         engine.seconds_to_end("first")
     waited = []
     for number in range(20):
@@ -215,7 +216,7 @@ def test_nobody_is_limited_where_more_sequences_take_no_longer() -> None:
     engine.add(answering("one", "one", 50))
     engine.seconds_to_end("one")
     limited = [p for p in engine.plans[8:] if len(p.scheduled) < MANY]
-    assert len(limited) <= 2  # until that was measured
+    assert len(limited) <= 2 + NUM_MEASURED  # until that was measured
 
 
 def test_a_tenant_that_is_alone_again_is_not_limited() -> None:
