@@ -159,7 +159,13 @@ class Planner:
             first = needy
         has_prompts = self._queues.has_prompts
         if has_prompts:
-            self._plan_prompts(first, step)
+            if self._queues.turns.several:
+                self._plan_by_tenant(first, step)
+            else:
+                if shares.behind:
+                    shares.let_more_compute()  # there is nobody else's prompt
+                self._plan_prefills(first, step)
+                self._plan_admissions(step)
         if shares.measures and not step.scheduled:
             self._plan_put_off(step)
         if has_prompts:
@@ -169,15 +175,6 @@ class Planner:
         if step.starved or fairness.starved:
             fairness.note_starved(step.starved)
         return step
-
-    def _plan_prompts(self, first: Sequence | None, step: StepPass) -> None:
-        if self._queues.turns.several:
-            self._plan_by_tenant(first, step)
-            return
-        if self.decode_shares.behind:
-            self.decode_shares.let_more_compute()  # there is nobody else's prompt
-        self._plan_prefills(first, step)
-        self._plan_admissions(step)
 
     def _plan_put_off(self, step: StepPass) -> None:
         """The tenant whose turn it is can compute nothing now: the others' decodes."""
