@@ -157,8 +157,7 @@ class Planner:
             shares.note_no_decodes()
         if needy is not None and step.tokens > 0 and self._try_admit(needy, step):
             first = needy
-        has_prompts = self._queues.has_prompts
-        if has_prompts:
+        if self._queues.has_prompts:
             if self._queues.turns.several:
                 self._plan_by_tenant(first, step)
             else:
@@ -166,9 +165,8 @@ class Planner:
                     shares.let_more_compute()  # there is nobody else's prompt
                 self._plan_prefills(first, step)
                 self._plan_admissions(step)
-        if shares.measures and not step.scheduled:
-            self._plan_put_off(step)
-        if has_prompts:
+            if shares.measures and not step.scheduled:
+                self._plan_put_off(step)
             self._was_stalled = step.stalled
             if self._prefetcher is not None and not step.stalled and step.encoder.left > 0:
                 self._prefetcher.plan(step)
