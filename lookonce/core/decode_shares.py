@@ -35,7 +35,7 @@ from lookonce.core.request import Sequence
 from lookonce.core.scheduler_state import SchedulerState
 from lookonce.types.step import StepPlan
 
-LINGER_SECONDS = 0.25
+LINGER_SECONDS = 1.0
 """A tenant without sequences counts as served for so long: whoever asks one question after another
 would otherwise wait, at each, for a step of all sequences of the others."""
 RECENT = 0.8
@@ -48,7 +48,7 @@ NEGLIGIBLE = 1e6
 """A step that takes so many times as long as each of its sequences adds takes always as long."""
 SLICE_SECONDS = 0.006
 """For tokens of prompts; as long as a step of no sequence where that is longer."""
-MIN_SLICE_TOKENS = 16
+MIN_SLICE_TOKENS = 32
 FIRST_SLICE_TOKENS = 128
 """As long as it is not known how long tokens take."""
 CREDIT_SECONDS = 0.05
