@@ -30,8 +30,8 @@ COSTS = StepCosts(fixed=0.001, decode=0.0005, token=0.0002)
 
 
 class TimedEngine(Engine):
-    def __init__(self, costs: StepCosts = COSTS) -> None:
-        super().__init__(LIMITS, costs)
+    def __init__(self, costs: StepCosts = COSTS, limits: Limits = LIMITS) -> None:
+        super().__init__(limits, costs)
 
     def rows(self, first_id: int, end: int) -> int:
         """Of the last plan, sequences with ids in `[first_id, end)`."""
@@ -44,9 +44,11 @@ class TimedEngine(Engine):
         return self.now - began
 
 
-def answering(tenant: str, name: str, num_tokens: int, n: int = 1) -> GenerateRequest:
+def answering(
+    tenant: str, name: str, num_tokens: int, n: int = 1, num_prompt_tokens: int = 8
+) -> GenerateRequest:
     sampling = SamplingParams(max_tokens=num_tokens, n=n, ignore_eos=True)
-    built = request(name, text(8), sampling=sampling)
+    built = request(name, text(num_prompt_tokens), sampling=sampling)
     return msgspec.structs.replace(built, tenant=tenant)
 
 
@@ -125,6 +127,23 @@ def test_tenants_take_turns_at_short_steps_by_time() -> None:
         for tenant in engine.tenants():
             seconds[tenant] += engine.now - began
     assert abs(seconds["one"] - seconds["many"]) < CREDIT_SECONDS + 3 * SLICE_SECONDS
+
+
+def test_the_others_go_on_while_the_tenant_whose_turn_it_is_can_compute_nothing() -> None:
+    """Its prompt waits for KV blocks that the earliest answer of the other one has to its end."""
+    engine = TimedEngine(limits=replace(LIMITS, num_blocks=60))
+    engine.add(answering("many", "earliest", NUM_TOKENS, num_prompt_tokens=120))
+    engine.step()
+    for number in range(8):
+        engine.add(answering("many", f"m{number}", NUM_TOKENS))
+    engine.add(answering("one", "first", 10))
+    engine.seconds_to_end("first")
+    engine.add(prompt("one", "large", 200))
+    while ("earliest", 0) not in engine.ended:
+        assert engine.step() is not None
+    assert "large" not in engine.released
+    engine.run()
+    assert "large" in engine.released
 
 
 def test_long_prompts_of_another_tenant_delay_an_answer_by_their_share() -> None:
