@@ -53,6 +53,8 @@ FIRST_SLICE_TOKENS = 128
 """As long as it is not known how long tokens take."""
 CREDIT_SECONDS = 0.05
 """That a tenant may use, times its weight, before the others' prompts when it comes back."""
+LENGTHENED = 0.25
+"""By how much of its time a step with a prompt may be longer for the decodes of others."""
 UNKNOWN_SECONDS = 1e-6
 """For a token, before it was measured how long it takes: only that all are alike counts."""
 NOBODY: frozenset[str] = frozenset()
@@ -174,6 +176,15 @@ class DecodeShares:
     def put_off(self) -> list[Sequence]:
         """Decodes for a step in which nothing else can be computed after all."""
         return self._within_slice(self._put_off)
+
+    def beside(self, num_tokens: int) -> list[Sequence]:
+        """Decodes that lengthen a step with so many tokens of prompts by `LENGTHENED` at most."""
+        fixed, each = self._times.line()
+        if not (self._put_off and each):
+            return []
+        seconds = fixed + self._times.prompt_token * num_tokens
+        most = int(LENGTHENED * seconds / each)
+        return self._in_turn(self._put_off, most) if most else []
 
     @property
     def _takes_turns(self) -> bool:

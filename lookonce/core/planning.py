@@ -165,7 +165,7 @@ class Planner:
                     shares.let_more_compute()  # there is nobody else's prompt
                 self._plan_prefills(first, step)
                 self._plan_admissions(step)
-            if shares.measures and not step.scheduled:
+            if shares.measures:
                 self._plan_put_off(step)
             self._was_stalled = step.stalled
             if self._prefetcher is not None and not step.stalled and step.encoder.left > 0:
@@ -175,12 +175,24 @@ class Planner:
         return step
 
     def _plan_put_off(self, step: StepPass) -> None:
-        """The tenant whose turn it is can compute nothing now: the others' decodes."""
-        decodes = self.decode_shares.put_off()
+        """Decodes of those whose turn it is not: as many as lengthen the step little, or, where the
+        others can compute nothing now, a step of them."""
+        if step.scheduled:
+            num_tokens = sum(chunk.num_tokens for chunk in step.scheduled)
+            decodes = self.decode_shares.beside(num_tokens)
+            decodes = [s for s in decodes if self._has_room(s)][: self._max_tokens - num_tokens]
+        else:
+            decodes = self.decode_shares.put_off()
+            self._grow_decodes(decodes)
         if decodes:
             step.tokens = max(step.tokens, len(decodes))
-            self._grow_decodes(decodes)
             self._plan_decodes(decodes, step)
+
+    def _has_room(self, sequence: Sequence) -> bool:
+        """Whether a decode's next token has a block, without preempting anything."""
+        block_size = self._state.block_pool.block_size
+        is_full = sequence.num_computed == len(sequence.block_ids) * block_size
+        return not is_full or self._state.try_grow(sequence, 1)
 
     def _make_way(self) -> Sequence | None:
         """The waiting sequence for which others were preempted, if any."""

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from lookonce.core.decode_shares import (
     CREDIT_SECONDS,
+    LENGTHENED,
     LINGER_SECONDS,
     NUM_MEASURED,
     SLICE_SECONDS,
@@ -110,9 +111,10 @@ def test_short_steps_are_of_one_tenant_and_who_asks_for_less_waits_for_one() -> 
                 began = engine.now
                 engine.step()
                 took[index] += engine.now - began
-                assert engine is alone or engine.tenants() == {"one"}
-        waited.append(took[1] - took[0])
-    assert max(waited) == pytest.approx(0.0, abs=1e-9)
+                is_decode = all(chunk.num_tokens == 1 for chunk in engine.plans[-1].scheduled)
+                assert engine is alone or engine.tenants() == {"one"} or not is_decode
+        waited.append(took[1] / took[0])
+    assert max(waited) < 1 + LENGTHENED
 
 
 def test_tenants_take_turns_at_short_steps_by_time() -> None:
