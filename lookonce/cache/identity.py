@@ -25,6 +25,7 @@ import msgspec
 from blake3 import blake3
 
 from lookonce.errors import ConflictError
+from lookonce.types.media import UuidBinding
 
 HashAlgorithm = Literal["blake3", "sha256"]
 DIGEST_BYTES = 32
@@ -160,64 +161,101 @@ MAX_BINDINGS = 65_536
 
 
 class UuidBindings:
-    """(scope, uuid) → MediaHash; forgets the binding used longest ago beyond `max_bindings`."""
+    """(scope, uuid) → MediaHash, `max_bindings` of all tenants together.
+
+    When there are too many, the tenant that has most loses the one it used longest ago: nobody
+    loses any to another tenant before it has more than an equal share.
+    """
 
     def __init__(self, max_bindings: int = MAX_BINDINGS) -> None:
         self._max = max_bindings
-        self._digests: OrderedDict[bytes, bytes] = OrderedDict()
-        self._fresh: dict[bytes, bytes] = {}
+        self._bound: dict[bytes, UuidBinding] = {}
+        self._tenants: dict[str, OrderedDict[bytes, None]] = {}
+        """Tenant → names that are bound in its scopes, the one used longest ago first."""
+        self._fresh: dict[bytes, None] = {}
+        """Names that were bound here since the last `take_fresh`."""
 
     def __len__(self) -> int:
-        return len(self._digests)
+        return len(self._bound)
 
-    def bind(self, scope: bytes, uuid: str, digest: bytes, *, param: str | None = None) -> None:
-        """Bind, or confirm. Raises `ConflictError` (409) when other bytes came with it first."""
-        name = name_digest(scope, uuid)
-        if self.claim(name, digest) != digest:
+    def bind(
+        self, scope: bytes, uuid: str, digest: bytes, *, tenant: str, param: str | None = None
+    ) -> None:
+        """Bind, or confirm; `scope` is one of `tenant`. Raises `ConflictError` (409) when other
+        bytes came with it first."""
+        asked = UuidBinding(name_digest(scope, uuid), digest, tenant)
+        if self.claim(asked).digest != digest:
             raise ConflictError("this uuid is bound to other media", param=param)
 
     def resolve(self, scope: bytes, uuid: str) -> bytes | None:
         """The MediaHash bound to a uuid, if it is still remembered."""
-        name = name_digest(scope, uuid)
-        digest = self._digests.get(name)
-        if digest is not None:
-            self._digests.move_to_end(name)
-        return digest
+        bound = self._bound.get(name_digest(scope, uuid))
+        if bound is None:
+            return None
+        self._tenants[bound.tenant].move_to_end(bound.name)
+        return bound.digest
 
     def peek(self, scope: bytes, uuid: str) -> bytes | None:
         """What `resolve` would answer, without counting as a use."""
-        return self._digests.get(name_digest(scope, uuid))
+        bound = self._bound.get(name_digest(scope, uuid))
+        return None if bound is None else bound.digest
 
-    def claim(self, name: bytes, digest: bytes) -> bytes:
-        """Bind a name that is not bound yet; the digest that it is bound to."""
-        bound = self._digests.get(name)
+    def claim(self, asked: UuidBinding) -> UuidBinding:
+        """Bind a name that is not bound yet; what it is bound to."""
+        bound = self._bound.get(asked.name)
         if bound is None:
-            self._fresh[name] = bound = digest
-            if len(self._fresh) > self._max:
-                del self._fresh[next(iter(self._fresh))]
-        self._put(name, bound)
+            self._fresh[asked.name] = None
+            bound = asked
+        self._put(bound)
         return bound
 
-    def learn(self, name: bytes, digest: bytes) -> None:
+    def learn(self, announced: UuidBinding) -> None:
         """Take over a binding that the engine announced; it replaces one made here."""
-        self._fresh.pop(name, None)
-        self._put(name, digest)
+        self._fresh.pop(announced.name, None)
+        self._put(announced)
 
-    def items(self) -> tuple[tuple[bytes, bytes], ...]:
-        """Every `(name digest, MediaHash)`."""
-        return tuple(self._digests.items())
+    def bindings(self) -> tuple[UuidBinding, ...]:
+        """All that are remembered."""
+        return tuple(self._bound.values())
 
-    def take_fresh(self) -> tuple[tuple[bytes, bytes], ...]:
-        """`(name digest, MediaHash)` bound here since the last call."""
-        fresh = tuple(self._fresh.items())
+    def take_fresh(self) -> tuple[UuidBinding, ...]:
+        """What was bound here since the last call, and is still remembered."""
+        fresh = tuple(self._bound[name] for name in self._fresh)
         self._fresh.clear()
         return fresh
 
-    def _put(self, name: bytes, digest: bytes) -> None:
-        self._digests[name] = digest
-        self._digests.move_to_end(name)
-        if len(self._digests) > self._max:
-            self._digests.popitem(last=False)
+    def check_integrity(self) -> None:
+        """Raises `AssertionError` naming the rule that is broken. O(n)."""
+        listed = [(name, tenant) for tenant, names in self._tenants.items() for name in names]
+        rules = {
+            "no more are bound than allowed": len(self._bound) <= self._max,
+            "each is listed once, for its tenant": dict(listed)
+            == {name: bound.tenant for name, bound in self._bound.items()}
+            and len(listed) == len(self._bound),
+            "no tenant without bindings is listed": all(self._tenants.values()),
+            "what is fresh is bound": self._fresh.keys() <= self._bound.keys(),
+        }
+        broken = [rule for rule, holds in rules.items() if not holds]
+        if broken:
+            raise AssertionError(broken)
+
+    def _put(self, binding: UuidBinding) -> None:
+        self._forget(binding.name)
+        self._bound[binding.name] = binding
+        self._tenants.setdefault(binding.tenant, OrderedDict())[binding.name] = None
+        if len(self._bound) > self._max:
+            most = max(self._tenants.values(), key=len)
+            name = next(iter(most))
+            self._forget(name)
+            self._fresh.pop(name, None)
+
+    def _forget(self, name: bytes) -> None:
+        bound = self._bound.pop(name, None)
+        if bound is not None:
+            names = self._tenants[bound.tenant]
+            del names[name]
+            if not names:
+                del self._tenants[bound.tenant]
 
 
 def name_digest(scope: bytes, uuid: str) -> bytes:

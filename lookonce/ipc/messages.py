@@ -11,7 +11,7 @@ import msgspec
 
 from lookonce.errors import WireError
 from lookonce.types.lora import LoRAInfo
-from lookonce.types.media import Array, Expansion, MediaFeature, ProcessedItem
+from lookonce.types.media import Array, Expansion, MediaFeature, ProcessedItem, UuidBinding
 from lookonce.types.model import ModelInfo
 from lookonce.types.request import (
     EXTEND,
@@ -63,8 +63,8 @@ class Submit(msgspec.Struct, frozen=True, tag="submit", array_like=True):
     recoverable: bool = True
     """False when some reference has no source, so that its item cannot be resent. The request is
     then begun without an item only where its whole answer has room and it is never recomputed."""
-    bindings: tuple[tuple[bytes, bytes], ...] = ()
-    """`(uuid name digest, MediaHash)` newly bound by this sender, for the other senders."""
+    bindings: tuple[UuidBinding, ...] = ()
+    """Newly bound by this sender, for the other senders."""
 
 
 class OpenSession(msgspec.Struct, frozen=True, tag="open_session", array_like=True):
@@ -80,7 +80,7 @@ class OpenSession(msgspec.Struct, frozen=True, tag="open_session", array_like=Tr
     request: GenerateRequest
     options: SessionOptions = SessionOptions()
     loose: tuple[KeyedItem, ...] = ()
-    bindings: tuple[tuple[bytes, bytes], ...] = ()
+    bindings: tuple[UuidBinding, ...] = ()
 
 
 class ExtendSession(msgspec.Struct, frozen=True, tag="extend_session", array_like=True):
@@ -317,8 +317,8 @@ class Hints(msgspec.Struct, frozen=True, tag="hints", array_like=True):
     answers to claims."""
 
     items: tuple[Hint, ...] = ()
-    bindings: tuple[tuple[bytes, bytes], ...] = ()
-    """`(uuid name digest, MediaHash)`; these replace the sender's own bindings."""
+    bindings: tuple[UuidBinding, ...] = ()
+    """These replace the sender's own."""
     granted: tuple[int, ...] = ()
     """Claims: the sender makes the item."""
     held: tuple[int, ...] = ()

@@ -99,9 +99,11 @@ class ReadOnlyBindings:
         bound = None if self._main is None else self._main.peek(scope, uuid)
         return self._own.resolve(scope, uuid) if bound is None else bound
 
-    def bind(self, scope: bytes, uuid: str, digest: bytes, *, param: str | None = None) -> None:
+    def bind(
+        self, scope: bytes, uuid: str, digest: bytes, *, tenant: str, param: str | None = None
+    ) -> None:
         if self._main is None or self._main.peek(scope, uuid) is None:
-            self._own.bind(scope, uuid, digest, param=param)
+            self._own.bind(scope, uuid, digest, tenant=tenant, param=param)
             self._own.take_fresh()
 
 

@@ -242,7 +242,7 @@ class Renderer:
         ]
         items = await self._resolver.resolve(sources, scope, kwargs, tenant=tenant)
         try:
-            self._bind_films(films, scope)
+            self._bind_films(films, scope, tenant)
             parts = self._parts(chat.sources, films, items, encoded.ids, positions)
             rendered = place_media(encoded.ids, parts, positions)
             self._check_length(rendered.num_tokens, "messages")
@@ -354,10 +354,10 @@ class Renderer:
                 opened[index] = await self._films.open(source, scope, options, tenant=tenant)
         return opened
 
-    def _bind_films(self, films: Mapping[int, OpenFilm], scope: bytes) -> None:
+    def _bind_films(self, films: Mapping[int, OpenFilm], scope: bytes, tenant: str) -> None:
         if self._films is not None:
             for film in films.values():
-                self._films.bind(film, scope)
+                self._films.bind(film, scope, tenant)
 
     def _check_films_fit(self, num_tokens: int, films: Mapping[int, OpenFilm]) -> None:
         """Refuse films that are too long for the context before any frame is decoded."""

@@ -210,6 +210,17 @@ class ProcessedItem(msgspec.Struct, frozen=True, array_like=True):
         return sum(array.nbytes for array in self.arrays.values() if array.place is None)
 
 
+class UuidBinding(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What a client's name for an item stands for (`cache.identity.UuidBindings`)."""
+
+    name: bytes
+    """Digest of scope and uuid."""
+    digest: bytes
+    """MediaHash, or another 32 bytes that describe a film."""
+    tenant: str
+    """Whose scope it is."""
+
+
 class MediaExample(msgspec.Struct, frozen=True):
     """A prompt with media, once as a renderer makes it and once as transformers' processor does.
 

@@ -4,8 +4,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.attacked_server import SMALL_CACHES, AttackedServer, key_options
+from tests.support.attacked_server import FIGURES, SMALL_CACHES, AttackedServer, key_options
 from tests.support.live_server import LiveServer
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    for figure in FIGURES:
+        terminalreporter.write_line(figure)
 
 
 @pytest.fixture(scope="session")

@@ -16,7 +16,13 @@ from contextlib import suppress
 import httpx
 import pytest
 
-from tests.support.attacked_server import SLOWEST, check_memory, memory_of, settled_memory
+from tests.support.attacked_server import (
+    SLOWEST,
+    check_memory,
+    memory_of,
+    note_canaries,
+    settled_memory,
+)
 from tests.support.live_server import LiveServer, until
 from tests.support.raw_sockets import HEAD, VERSION, connect, held, read_answer
 
@@ -97,6 +103,7 @@ def attacked(live: LiveServer, attack: Callable[[str], None], threads: int = 8) 
     attack_for(SECONDS / 4)  # a server that was attacked has its usual size
     before, written = settled_memory(live), len(live.output)
     honest = attack_for(SECONDS)
+    note_canaries(len(honest.seconds), len(honest.wrong), max(honest.seconds))
     assert honest.wrong == []
     assert len(honest.seconds) > SECONDS
     assert max(honest.seconds) < SLOWEST, sorted(honest.seconds)[-5:]

@@ -19,6 +19,7 @@ from lookonce.cache.identity import (
     scope_digest,
 )
 from lookonce.errors import ConflictError, http_status
+from lookonce.types.media import UuidBinding
 
 PLAIN = {"modality": "image", "fingerprint": b"clip-1"}
 
@@ -194,16 +195,16 @@ CAT, DOG = b"c" * 32, b"d" * 32
 
 def test_the_first_digest_counts():
     uuids = UuidBindings()
-    uuids.bind(MINE, "pet", CAT)
-    uuids.bind(MINE, "pet", CAT)
+    uuids.bind(MINE, "pet", CAT, tenant="me")
+    uuids.bind(MINE, "pet", CAT, tenant="me")
     assert uuids.resolve(MINE, "pet") == CAT
 
 
 def test_other_bytes_are_a_conflict_that_names_the_part():
     uuids = UuidBindings()
-    uuids.bind(MINE, "pet", CAT)
+    uuids.bind(MINE, "pet", CAT, tenant="me")
     with pytest.raises(ConflictError) as error:
-        uuids.bind(MINE, "pet", DOG, param="messages[0].content[1]")
+        uuids.bind(MINE, "pet", DOG, tenant="me", param="messages[0].content[1]")
     assert http_status(error.value) == 409
     assert error.value.param == "messages[0].content[1]"
     assert uuids.resolve(MINE, "pet") == CAT
@@ -211,35 +212,65 @@ def test_other_bytes_are_a_conflict_that_names_the_part():
 
 def test_scopes_do_not_meet():
     uuids = UuidBindings()
-    uuids.bind(MINE, "pet", CAT)
+    uuids.bind(MINE, "pet", CAT, tenant="me")
     assert uuids.resolve(YOURS, "pet") is None
-    uuids.bind(YOURS, "pet", DOG)
+    uuids.bind(YOURS, "pet", DOG, tenant="you")
     assert uuids.resolve(MINE, "pet") == CAT
 
 
 def test_the_binding_used_longest_ago_is_forgotten_first():
     uuids = UuidBindings(max_bindings=2)
-    uuids.bind(MINE, "one", CAT)
-    uuids.bind(MINE, "two", CAT)
+    uuids.bind(MINE, "one", CAT, tenant="me")
+    uuids.bind(MINE, "two", CAT, tenant="me")
     uuids.resolve(MINE, "one")
-    uuids.bind(MINE, "three", CAT)
+    uuids.bind(MINE, "three", CAT, tenant="me")
     assert len(uuids) == 2
     assert uuids.resolve(MINE, "two") is None
     assert uuids.resolve(MINE, "one") == CAT
     assert len(uuids.take_fresh()) == 2
 
 
+TENANTS = ("few", "some", "flood")
+BINDS = st.tuples(st.sampled_from(TENANTS), st.integers(0, 30))
+
+
+@given(st.lists(BINDS, max_size=120), st.integers(3, 20), st.integers(0, 119))
+def test_no_tenant_loses_bindings_of_its_equal_share(binds, most, read_at):
+    """Each tenant's latest names are remembered, as many as an equal share of all."""
+    uuids = UuidBindings(max_bindings=most)
+    latest: dict[str, dict[str, None]] = {tenant: {} for tenant in TENANTS}
+    for number, (tenant, name) in enumerate(binds):
+        uuids.bind(scope_digest(tenant, None), str(name), CAT, tenant=tenant)
+        latest[tenant].pop(str(name), None)
+        latest[tenant][str(name)] = None
+        if number == read_at:
+            fresh = uuids.take_fresh()
+            assert {each.name for each in fresh} <= {each.name for each in uuids.bindings()}
+        uuids.check_integrity()
+    for tenant, names in latest.items():
+        for name in list(names)[-(most // len(TENANTS)) :]:
+            assert uuids.resolve(scope_digest(tenant, None), name) == CAT, (tenant, name)
+
+
+def test_salts_are_of_one_tenant():
+    uuids = UuidBindings(max_bindings=4)
+    uuids.bind(MINE, "pet", CAT, tenant="me")
+    for number in range(10):
+        uuids.bind(scope_digest("you", str(number)), "pet", CAT, tenant="you")
+    assert uuids.resolve(MINE, "pet") == CAT
+
+
 def test_new_bindings_are_handed_out_once():
     uuids = UuidBindings()
-    uuids.bind(MINE, "pet", CAT)
-    uuids.bind(MINE, "pet", CAT)
-    assert uuids.take_fresh() == ((name_digest(MINE, "pet"), CAT),)
+    uuids.bind(MINE, "pet", CAT, tenant="me")
+    uuids.bind(MINE, "pet", CAT, tenant="me")
+    assert uuids.take_fresh() == (UuidBinding(name_digest(MINE, "pet"), CAT, "me"),)
     assert uuids.take_fresh() == ()
 
 
 def test_what_the_engine_announces_overrules_and_is_not_news():
     uuids = UuidBindings()
-    uuids.bind(MINE, "pet", CAT)
-    uuids.learn(name_digest(MINE, "pet"), DOG)
+    uuids.bind(MINE, "pet", CAT, tenant="me")
+    uuids.learn(UuidBinding(name_digest(MINE, "pet"), DOG, "me"))
     assert uuids.resolve(MINE, "pet") == DOG
     assert uuids.take_fresh() == ()

@@ -528,9 +528,9 @@ def test_pending_hints_are_bounded(monkeypatch):
 def test_uuid_bindings_reach_the_other_senders_and_the_first_counts():
     scope, cat, dog = b"s" * 32, b"c" * 32, b"d" * 32
     sender, other, receiver_cache = pair()
-    sender.uuids.bind(scope, "pet", cat)
+    sender.uuids.bind(scope, "pet", cat, tenant="t")
     receiver_cache.submit("a", submit(sender, part(1)))
-    other.uuids.bind(scope, "pet", dog)
+    other.uuids.bind(scope, "pet", dog, tenant="t")
     receiver_cache.submit("b", submit(other, part(2), request_id="s"))
     pass_hints(receiver_cache, other)
     assert other.uuids.resolve(scope, "pet") == cat
@@ -542,7 +542,7 @@ def test_uuid_bindings_reach_the_other_senders_and_the_first_counts():
 def test_a_new_sender_is_told_of_items_that_others_list_and_of_all_bindings():
     scope, cat = b"s" * 32, b"c" * 32
     sender, _, receiver_cache = pair()
-    sender.uuids.bind(scope, "pet", cat)
+    sender.uuids.bind(scope, "pet", cat, tenant="t")
     receiver_cache.submit("a", submit(sender, part(1), part(2, 3500)))
     receiver_cache.goodbye("b")
     again = welcomed(num_senders=2, capacity=6000, name="c")
@@ -557,7 +557,7 @@ def test_a_new_sender_is_told_of_items_that_others_list_and_of_all_bindings():
 def test_a_sender_alone_has_nobody_to_tell_of_bindings():
     uuids = UuidBindings()
     sender = welcomed(uuids=uuids)
-    uuids.bind(b"s" * 32, "pet", b"c" * 32)
+    uuids.bind(b"s" * 32, "pet", b"c" * 32, tenant="t")
     assert submit(sender, part(1)).bindings == ()
     assert uuids.take_fresh() == ()
 

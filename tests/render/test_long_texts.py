@@ -207,6 +207,30 @@ def test_a_caller_that_leaves_leaves_the_queue():
     asyncio.run(scenario())
 
 
+def test_work_whose_caller_left_still_counts_as_its_tenant_s():
+    """However often a tenant comes and leaves, it has one thread: the others' is free."""
+
+    async def scenario():
+        threads = LongTextThreads(num_threads=2)
+        left = Gate()
+        for gate in (left, *(Gate() for _ in range(3))):
+            asked = asyncio.create_task(threads.run(gate, "leaves", 10**6))
+            await asyncio.sleep(0)
+            if gate is left:
+                await asyncio.to_thread(left.begun.wait, PATIENCE)
+            asked.cancel()
+            assert not (gate.begun.is_set() and gate is not left)
+        stays = Gate()
+        waiting = asyncio.create_task(threads.run(stays, "leaves", 1))
+        assert await threads.run(lambda: "quick", "other", 1) == "quick"
+        assert not stays.begun.is_set()
+        stays.open.set()
+        left.open.set()
+        assert await waiting == "done"
+
+    asyncio.run(scenario())
+
+
 def test_what_fails_fails_its_caller():
     async def scenario():
         threads = LongTextThreads()

@@ -38,7 +38,14 @@ from lookonce.ipc.messages import (
     Welcome,
 )
 from lookonce.types.lora import LoRAIdentity, LoRAInfo
-from lookonce.types.media import ITEM_SIZE, Array, Expansion, MediaFeature, ProcessedItem
+from lookonce.types.media import (
+    ITEM_SIZE,
+    Array,
+    Expansion,
+    MediaFeature,
+    ProcessedItem,
+    UuidBinding,
+)
 from lookonce.types.model import ModelInfo
 from lookonce.types.request import (
     ExtendOptions,
@@ -165,7 +172,7 @@ engine_messages: tuple[EngineMessage, ...] = (
             TokenDelta("q", 0, [], "error", error=("BadRequestError", "broke", "top_k", "odd")),
         ]
     ),
-    Hints((Hint(b"k" * 32, 9, Expansion(((9, 1),), 9)),), ((b"n", b"d"),)),
+    Hints((Hint(b"k" * 32, 9, Expansion(((9, 1),), 9)),), (UuidBinding(b"n", b"d", "t"),)),
     ClearCache(1),
     Heartbeat(5, True, 0.25),
     Stats(1, {"num_requests_running": 2.0}),

@@ -43,7 +43,7 @@ from lookonce.ipc.messages import (
     Welcome,
 )
 from lookonce.types.counts import Counts
-from lookonce.types.media import Array, ProcessedItem
+from lookonce.types.media import Array, ProcessedItem, UuidBinding
 from lookonce.types.request import (
     ExtendOptions,
     GenerateRequest,
@@ -342,8 +342,8 @@ class SenderCache:
             self.directory.forget_hint(key)
         for hint in message.items:
             self.directory.hint(hint.key, hint.nbytes, hint.expansion)
-        for name, digest in message.bindings:
-            self.uuids.learn(name, digest)
+        for binding in message.bindings:
+            self.uuids.learn(binding)
 
     def _settle_asked(self, rendered: RenderedPrompt, keys: Container[bytes]) -> None:
         """Count the items that were asked for; one that need not be processed for that is a hit."""
@@ -374,7 +374,7 @@ class SenderCache:
         self._seq += 1
         return self._seq
 
-    def _fresh_bindings(self) -> tuple[tuple[bytes, bytes], ...]:
+    def _fresh_bindings(self) -> tuple[UuidBinding, ...]:
         fresh = self.uuids.take_fresh()
         return fresh if self._num_senders > 1 else ()
 

@@ -37,7 +37,7 @@ from lookonce.ipc.messages import (
     Unclaim,
     UpdateCache,
 )
-from lookonce.types.media import ProcessedItem
+from lookonce.types.media import ProcessedItem, UuidBinding
 
 MAX_PENDING_HINTS = 1_024
 """Hints kept for a sender between two takes; the oldest go first."""
@@ -58,7 +58,8 @@ class _Sender:
     """What one sender has yet to be told, and its open claims: number → key."""
 
     hints: dict[bytes, Hint] = field(default_factory=dict)
-    bindings: dict[bytes, bytes] = field(default_factory=dict)
+    bindings: dict[bytes, UuidBinding] = field(default_factory=dict)
+    """By name."""
     granted: list[int] = field(default_factory=list)
     held: list[int] = field(default_factory=list)
     claims: dict[int, bytes] = field(default_factory=dict)
@@ -252,7 +253,7 @@ class ReceiverCache:
         items = tuple(hint for hint in peer.hints.values() if hint.key in self.store)
         told = Hints(
             items,
-            tuple(peer.bindings.items()),
+            tuple(peer.bindings.values()),
             tuple(peer.granted),
             tuple(peer.held),
             tuple(peer.gone),
@@ -283,7 +284,8 @@ class ReceiverCache:
     def _open(self, sender: str) -> None:
         """Let the sender have an empty share. One that is new is told of what others have."""
         if sender not in self._senders:
-            self._senders[sender] = newcomer = _Sender(bindings=dict(self._uuids.items()))
+            self._senders[sender] = newcomer = _Sender()
+            newcomer.bindings.update((each.name, each) for each in self._uuids.bindings())
             for key, item in self.store.listed():
                 newcomer.hint(key, item)
         self.store.open_share(sender)
@@ -323,12 +325,12 @@ class ReceiverCache:
         for peer in self._others(sender):
             peer.hint(keyed.key, keyed.item)
 
-    def _announce_bindings(self, sender: str, bindings: Iterable[tuple[bytes, bytes]]) -> None:
+    def _announce_bindings(self, sender: str, bindings: Iterable[UuidBinding]) -> None:
         """For the other senders; for this one where another sender has bound the name before."""
-        for name, digest in bindings:
-            bound = self._uuids.claim(name, digest)
-            for peer in self._others(sender) if bound == digest else [self._senders[sender]]:
-                peer.bindings[name] = bound
+        for asked in bindings:
+            bound = self._uuids.claim(asked)
+            for peer in self._others(sender) if bound == asked else [self._senders[sender]]:
+                peer.bindings[bound.name] = bound
 
     def _answer_claims(self, keyed: KeyedItem) -> None:
         """The item was added: its claims end. All but the granted one wait for an answer."""

@@ -138,10 +138,10 @@ class Films:
                 raise
             raise for_part(error, source.param) from None
 
-    def bind(self, film: OpenFilm, scope: bytes) -> None:
+    def bind(self, film: OpenFilm, scope: bytes, tenant: str) -> None:
         """Bind the uuids of a film whose items could be made. Raises `ConflictError`."""
         for each in film.names:
-            self._work.uuids.bind(scope, each.name, each.value, param=each.param)
+            self._work.uuids.bind(scope, each.name, each.value, tenant=tenant, param=each.param)
 
     # --- names --------------------------------------------------------------------------------
 

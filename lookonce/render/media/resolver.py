@@ -117,7 +117,9 @@ class RendererDirectory(ItemDirectory, Protocol):
 class NameBindings(Protocol):
     """Which content each uuid stands for; implemented by `cache.identity.UuidBindings`."""
 
-    def bind(self, scope: bytes, uuid: str, digest: bytes, *, param: str | None = None) -> None: ...
+    def bind(
+        self, scope: bytes, uuid: str, digest: bytes, *, tenant: str, param: str | None = None
+    ) -> None: ...
 
     def resolve(self, scope: bytes, uuid: str) -> bytes | None: ...
 
@@ -549,7 +551,7 @@ class MediaResolver:
         source = part.source
         if source.uuid is not None:
             name = _uuid_name(source, part.options)
-            self._uuids.bind(part.scope, name, part.digest, param=source.param)
+            self._uuids.bind(part.scope, name, part.digest, tenant=part.tenant, param=source.param)
         return item
 
     # --- make ---------------------------------------------------------------------------------

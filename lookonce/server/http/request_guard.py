@@ -9,6 +9,7 @@ Host     A page whose own name is made to resolve to this server (DNS rebinding)
 Origin   Every request of a page of another origin, except plain GETs without effect, names it. Only
          pages of this server and of `--allowed-origins` may.
 
+With keys or without, an HTTP/1.1 request has one `Host` header (RFC 9112).
 `--allowed-origins` also makes browsers show the answers to those pages (CORS), with keys or not.
 """
 
@@ -53,7 +54,8 @@ EXPOSED = b", ".join(
 
 
 class RequestGuard:
-    """Judges requests by `Host`, `Origin` and `Content-Type`; without arguments only the last."""
+    """Judges requests by `Host`, `Origin` and `Content-Type`; without arguments any name and origin
+    may."""
 
     def __init__(
         self,
@@ -92,14 +94,15 @@ class RequestGuard:
         """The headers that the response to this request must have for browsers.
 
         Raises `ForbiddenError` for a name or an origin, `UnsupportedMediaTypeError` for a form, and
-        `BadRequestError` for a request without a name.
+        `BadRequestError` where there is not one name.
         """
         sent: Headers = scope["headers"]
         headers = dict(sent)
-        if self._check_hosts:
-            host = headers.get(b"host")
-            if len(headers) != len(sent) or host not in self._known:
-                self._check_host(host, scope)
+        host = headers.get(b"host")
+        if host is None or len(headers) != len(sent):
+            _check_is_one(scope)
+        if self._check_hosts and host is not None and host not in self._known:
+            self._check_host(host, scope)
         origin = headers.get(b"origin")
         cors = NO_HEADERS if origin is None else self._check_origin(origin, headers)
         if scope.get("method") == "POST" and headers.get(b"content-type") != b"application/json":
@@ -125,15 +128,9 @@ class RequestGuard:
 
     # --- names ---
 
-    def _check_host(self, host: bytes | None, scope: Scope) -> None:
+    def _check_host(self, host: bytes, scope: Scope) -> None:
         if scope["path"] in PROBES:
             return
-        if host is None:
-            if scope.get("http_version") != "1.1":
-                return  # no browser
-            raise BadRequestError("the Host header is missing", code="host_missing")
-        if sum(name == b"host" for name, _ in scope["headers"]) > 1:
-            raise BadRequestError("there is more than one Host header", code="host_repeated")
         if not self._allows(_name_of(host.decode("latin-1").lower())):
             shown = host.decode("latin-1")[:100]
             raise ForbiddenError(
@@ -168,6 +165,16 @@ class RequestGuard:
                 code="origin_not_allowed",
             )
         return []
+
+
+def _check_is_one(scope: Scope) -> None:
+    """Raises `BadRequestError` unless the request has one `Host`; HTTP/1.0, which no browser
+    speaks, may have none."""
+    count = sum(name == b"host" for name, _ in scope["headers"])
+    if count > 1:
+        raise BadRequestError("there is more than one Host header", code="host_repeated")
+    if not count and scope.get("http_version") == "1.1":
+        raise BadRequestError("the Host header is missing", code="host_missing")
 
 
 def _exposed() -> tuple[bytes, bytes]:

@@ -105,14 +105,17 @@ def test_a_unix_socket_has_no_name():
     guard(uds="/run/s").admit(scope(host="example.com"))
 
 
-def test_one_host_and_only_one_is_sent():
+@pytest.mark.parametrize("path", ["/v1/models", "/health"])
+@pytest.mark.parametrize("options", [{}, {"api_key": ("secret",)}, {"uds": "/run/s"}], ids=str)
+def test_one_host_and_only_one_is_sent(options, path):
+    ours = guard(**options)
     with pytest.raises(BadRequestError, match="missing"):
-        guard().admit(scope())
-    guard().admit(scope(version="1.0"))  # no browser
-    twice = scope(host="localhost")
+        ours.admit(scope(path=path))
+    ours.admit(scope(path=path, version="1.0"))  # no browser
+    twice = scope(path=path, host="localhost")
     twice["headers"].append((b"host", b"localhost"))
     with pytest.raises(BadRequestError, match="more than one"):
-        guard().admit(twice)
+        ours.admit(twice)
 
 
 def test_only_so_many_names_are_remembered():
