@@ -193,9 +193,10 @@ class DecodeShares:
         num_decodes = sum(chunk.num_tokens == 1 for chunk in plan.scheduled)
         num_tokens = sum(chunk.num_tokens for chunk in plan.scheduled if chunk.num_tokens > 1)
         if plan.encode or plan.restore:
-            fixed, each = self._times.line()
-            known = fixed + each * num_decodes + self._times.prompt_token * num_tokens
-            self._charge_encodes(encode_owners, max(0.0, seconds - known))
+            if self.measures:
+                fixed, each = self._times.line()
+                known = fixed + each * num_decodes + self._times.prompt_token * num_tokens
+                self._charge_encodes(encode_owners, max(0.0, seconds - known))
         elif num_tokens >= MIN_SLICE_TOKENS:
             self._times.note_prompt(num_tokens, num_decodes, seconds)
         elif self.measures and num_decodes and not num_tokens:
@@ -216,7 +217,7 @@ class DecodeShares:
     def _charge_encodes(self, owners: EncodeOwners, seconds: float) -> None:
         """Each tenant with its part of the items."""
         total = sum(len(indices) for _, indices in owners)
-        for request, indices in owners if self.measures else ():
+        for request, indices in owners:
             served = self._served.get(request.tenant)
             if served is not None:
                 served.used += seconds * len(indices) / total / served.weight
