@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import mmap
 import os
 import tempfile
@@ -408,6 +409,7 @@ def test_a_lease_that_ends_before_it_is_mapped_leaves_no_mapping(
 ) -> None:
     """It was to be unmapped already when it was not mapped yet."""
     own = OwnSlabs(engine.pool)
+    gc.collect()  # mappings of tests before
     before = own_mappings()
 
     def lost(fd: int, nbytes: int, *, writable: bool = False):

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
+import msgspec
 import pytest
 
 from lookonce.core import planning
@@ -21,6 +22,7 @@ from lookonce.core.preemption import Preemption, SessionEviction
 from lookonce.core.request import Sequence, SequenceState, root_hash
 from lookonce.core.scheduler import UpdateFromOutput
 from lookonce.core.scheduler_state import RequestQueues, SchedulerState
+from lookonce.types.lora import LoRAIdentity
 from lookonce.types.request import GenerateRequest
 from lookonce.types.sampling import SamplingParams
 from tests.support.core.builders import Limits, feature, model_info, request, text
@@ -65,6 +67,15 @@ def two_tenants_with_the_same_prompt() -> None:
     prompts = [request(name, text(30), scope=name.encode() * 32) for name in "ab"]
     engine = serve(Limits(), prompts, one_by_one=True)
     assert engine.reuse_stats["b"].prefix_cached_tokens == 0
+
+
+def two_adapters_with_the_same_prompt() -> None:
+    """`serve` compares the answers, which depend on the adapter."""
+    prompts = [
+        msgspec.structs.replace(request(name, text(30)), adapter=LoRAIdentity(name.encode() * 32))
+        for name in "ab"
+    ]
+    serve(Limits(), prompts, one_by_one=True)
 
 
 def the_same_prompt_twice() -> None:
@@ -237,8 +248,12 @@ def reuse_all(state: SchedulerState, sequence: Sequence) -> int:
     return state.max_cached_blocks(len(sequence.tokens))
 
 
-def root_for_all(_scope: bytes) -> bytes:
-    return root_hash(b"")
+def root_for_all_scopes(_scope: bytes, adapter: bytes) -> bytes:
+    return root_hash(b"", adapter)
+
+
+def root_for_all_adapters(scope: bytes, _adapter: bytes) -> bytes:
+    return root_hash(scope)
 
 
 def allocate_unheld(cache: EncoderCache, key: bytes, rows: int, _holder: int) -> object:
@@ -256,7 +271,11 @@ RULES: dict[str, tuple[Workload, list[Patch]]] = {
     ),
     "scope enters the block hashes": (
         two_tenants_with_the_same_prompt,
-        [(request_module, "root_hash", root_for_all)],
+        [(request_module, "root_hash", root_for_all_scopes)],
+    ),
+    "the adapter enters the block hashes": (
+        two_adapters_with_the_same_prompt,
+        [(request_module, "root_hash", root_for_all_adapters)],
     ),
     "at least one token is computed": (
         the_same_prompt_twice,
