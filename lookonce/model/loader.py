@@ -316,6 +316,7 @@ def _model_info(config: ModelConfig, family: ModelFamily, digest: str) -> ModelI
         encoder_row_bytes=family.row_width * DTYPES[config.dtype].itemsize,
         unsplittable=family.unsplittable,
         largest_unsplittable=family.largest_unsplittable,
+        longest_bidirectional_prompt=family.longest_bidirectional_prompt,
         weights_digest=digest,
         frame_shape=() if family.frame_encoder is None else family.frame_encoder.frame_shape,
         sliding_window=family.sliding_window if family.config.model_type in SUPPORTED else 0,

@@ -162,7 +162,8 @@ def _media_error(
     """The error with one way of encoding.
 
     Prompts are cut inside their items, and not; if either way differs from transformers, items are
-    taken to attend to themselves in both directions, and are not cut.
+    taken to attend to themselves in both directions, and are not cut. If that differs, too, whole
+    prompts are.
     """
     with _short_windows(family, SHORT_WINDOW):
         theirs = _transformers_logits(family, prompts, device)
@@ -174,8 +175,11 @@ def _media_error(
         )
     if found <= LARGEST_ERROR[dtype]:
         return found
-    both = _error_both_ways(family, prompts, dtype, device)
-    return both if both <= LARGEST_ERROR[dtype] else found
+    for compare in (_error_both_ways, _error_over_prompts):
+        both = compare(family, prompts, dtype, device)
+        if both <= LARGEST_ERROR[dtype]:
+            return both
+    return found
 
 
 def _error_both_ways(
@@ -199,6 +203,24 @@ def _error_both_ways(
             if found <= LARGEST_ERROR[dtype]:
                 break
     return found
+
+
+def _error_over_prompts(
+    family: GeneralMediaFamily,
+    prompts: Sequence[ProofPrompt],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> float:
+    """The error with prompts whose every token sees the whole prompt; `family` is left so.
+
+    Windows have room for a prompt, since transformers lets prompts see beyond them.
+    """
+    longest = max(len(prompt.token_ids) for prompt in prompts)
+    cuts = [(0, len(prompt.token_ids)) for prompt in prompts]
+    with _short_windows(family, longest):
+        theirs = _transformers_logits(family, prompts, device)
+        family.attend_over_prompts(max(f.length for prompt in prompts for f in prompt.features))
+        return _largest_error(_our_logits(family, prompts, cuts, dtype, device), theirs)
 
 
 def _modalities(examples: Sequence[MediaExample]) -> tuple[Modality, ...]:
@@ -236,7 +258,11 @@ def _media_prompt(
                 f"has places for {expected}"
             )
         rows.append(output.to(dtype))
-    arguments = {name: _to_device(array, dtype, device) for name, array in example.arrays.items()}
+    arguments = {
+        name: _to_device(array, dtype, device)
+        for name, array in example.arrays.items()
+        if name != "labels"  # of training
+    }
     ids = torch.tensor(example.token_ids)
     return ProofPrompt(ids, arguments, tuple(features), torch.cat(rows))
 
@@ -264,7 +290,8 @@ def _transformers_logits(
 ) -> list[Tensor]:
     """transformers' logits [C, V] of each prompt, without a cache."""
     model = family.model
-    set_text_attention(model, "sdpa" if model._supports_sdpa else "eager")
+    supports_sdpa = model._supports_sdpa and getattr(family.decoder, "_supports_sdpa", True)
+    set_text_attention(model, "sdpa" if supports_sdpa else "eager")
     try:
         return [_own_logits(model, prompt, device) for prompt in prompts]
     except FORWARD_ERRORS as error:
@@ -405,6 +432,8 @@ def _step_inputs(
 
 
 def _spans_both_ways(family: GeneralTextFamily, chunk: Chunk) -> list[tuple[int, int]]:
+    if isinstance(family, GeneralMediaFamily) and family.bidirectional_prompts:
+        return [(0, chunk.end)]
     return [
         (feature.offset, feature.end)
         for feature in chunk.prompt.features

@@ -33,6 +33,10 @@ class ModelInfo(msgspec.Struct, frozen=True, array_like=True):
     """Modalities whose items attend to themselves in both directions: never cut by a chunk."""
     largest_unsplittable: int = 0
     """Prompt tokens of the largest such item; a token budget below it is refused at start-up."""
+    longest_bidirectional_prompt: int = 0
+    """Not 0: every token of a prompt sees the whole prompt, also what follows it (PaliGemma). Then a
+    prompt has at most so many tokens and one item, it is computed in one step, and its keys and
+    values are reused for an equal prompt alone."""
     weights_digest: str = ""
     """Hex digest of what determines the weights: part of every external KV namespace."""
     encoder_decoder: bool = False
@@ -252,12 +256,14 @@ GENERAL_MEDIA: dict[str, tuple[Modality, ...]] = {
     "minicpm_ocr": ("image",),
     "minicpmv4_6": ("image",),
     "minimax_m3_vl": ("image",),
+    "molmo2": ("image",),
     "moss_transcribe_diarize": ("audio",),
     "musicflamingo": ("audio",),
     "muse_glimmer": ("image",),
     "nemotron_h_omni": ("image", "audio"),
     "ovis2": ("image",),
     "paddleocr_vl": ("image",),
+    "paligemma": ("image",),
     "perception_lm": ("image",),
     "qianfan_ocr": ("image",),
     "qwen3_5": ("image",),
@@ -282,7 +288,9 @@ ONE_IN_A_PROMPT: tuple[str, ...] = (
     "llava_onevision",
     "minicpm_ocr",
     "minicpmv4_6",
+    "molmo2",
     "musicflamingo",
+    "paligemma",
     "perception_lm",
     "qwen3_asr",
 )
@@ -375,12 +383,11 @@ UNSERVABLE_MEDIA: dict[str, tuple[str, ...]] = {
         "chameleon",
         "emu3",
         "fuyu",
-        "molmo2",
     ),
     "its decoder selects keys by an index": ("dots3_note", "glm5_next", "mistral_large4"),
     "it generates by diffusion": ("diffusion_gemma",),
     "it gives actions, not text": ("pi0",),
-    "the whole prompt, text as well, attends in both directions": ("git", "paligemma"),
+    "the whole prompt, text as well, attends in both directions": ("git",),
 }
 """Why → types of transformers that see or hear and are not served, refused before anything is
 loaded. Types whose text model is in `UNSERVABLE` are refused with that reason."""
@@ -393,7 +400,12 @@ MEDIA_CONFIG = re.compile(
 
 
 MEDIA_TOKENS: dict[Modality, tuple[str, ...]] = {
-    "image": ("image_token_id", "image_token_index", "img_context_token_id"),
+    "image": (
+        "image_token_id",
+        "image_token_index",
+        "img_context_token_id",
+        "image_patch_id",
+    ),
     "audio": ("audio_token_id", "audio_token_index", "sound_context_token_id"),
     "video": (),
 }
@@ -423,12 +435,13 @@ def general_modalities(config: Mapping[str, object]) -> tuple[Modality, ...]:
 
 def media_token(config: Mapping[str, object], modality: Modality) -> int:
     """The id of the token whose positions take rows of an item; `EVERY_TOKEN` where the config
-    names tokens around those which take rows as well (Ovis 2), or where its pictures have a
-    vocabulary of their own, which tokens around them are of (Gemma 3n). Raises `KeyError` without
-    any."""
+    names tokens around those which take rows as well (Ovis 2), where its pictures have a vocabulary
+    of their own, which tokens around them are of (Gemma 3n), or where tokens around them attend in
+    both directions with them (Molmo 2). Raises `KeyError` without any."""
     vision = config.get("vision_config")
     own_vocabulary = isinstance(vision, Mapping) and "vocab_offset" in vision
-    if config.get("visual_indicator_token_ids") or own_vocabulary:
+    attends_with_them = "low_res_image_start_token_id" in config
+    if config.get("visual_indicator_token_ids") or own_vocabulary or attends_with_them:
         return EVERY_TOKEN
     names = MEDIA_TOKENS["image" if modality == "video" else modality]
     for name in names:

@@ -132,6 +132,11 @@ class ModelFamily:
         return 0
 
     @property
+    def longest_bidirectional_prompt(self) -> int:
+        """Not 0: every token of a prompt sees the whole prompt, which has so many tokens at most."""
+        return 0
+
+    @property
     def longest_sequence(self) -> int | None:
         """Most tokens of a sequence, where the config has another name for it than usual."""
         return None

@@ -21,7 +21,14 @@ from PIL import Image
 
 from lookonce.errors import ModelLoadError, UnprocessableMediaError
 from lookonce.render.families.arrays import Arrays, float_array, refuse_arrays, stored_array
-from lookonce.render.families.base import Decoded, Options, ProcessorFamily, token_id
+from lookonce.render.families.base import (
+    NO_ADDITIONS,
+    Decoded,
+    Options,
+    ProcessorFamily,
+    PromptAdditions,
+    token_id,
+)
 from lookonce.render.families.film import OPTION_NAMES as FILM_OPTIONS
 from lookonce.render.families.film import (
     FilmInfo,
@@ -51,6 +58,7 @@ from lookonce.types.model import (
     media_token,
 )
 
+TRAINING_LABELS = "labels"
 TOKEN_TYPES = "token_type_ids"
 """How the names end of what a processor says of each token of the prompt."""
 MODALITY_TYPES = "mm_token_type_ids"
@@ -71,12 +79,37 @@ NO_OPTIONS: dict[str, object] = {}
 PLACEHOLDERS: dict[str, dict[Modality, str]] = {
     "gemma3": {"image": "<start_of_image>"},
     "gemma3n": {"image": "<image_soft_token>", "audio": "<audio_soft_token>"},
+    "molmo2": {"image": "<|image|>"},
     "qianfan_ocr": {"image": "<image>"},
 }
 """Type → what its templates write for an item, where that is another token than its config and
 processor_config.json name."""
 TEXT_AROUND: dict[str, tuple[str, str]] = {"gemma3": ("\n\n", "\n\n"), "gemma3n": ("\n\n", "\n\n")}
 """Type → texts that its processor adds before and after an item, which may merge with others."""
+ADDITIONS: dict[str, PromptAdditions] = {
+    "chameleon": PromptAdditions(last="sep_token"),
+    "emu3": PromptAdditions(first="bos_token"),
+    "molmo2": PromptAdditions(first="bos_token"),
+    "paligemma": PromptAdditions(after_items="bos_token", last=NEWLINE),
+}
+"""Type → what its processor adds to a prompt; tokens by their role in tokenizer_config.json."""
+DEFAULT_TEMPLATES = {
+    "paligemma": """\
+{%- for message in messages %}
+    {%- if message['content'] is string %}
+        {{- message['content'] }}
+    {%- else %}
+        {%- for part in message['content'] if part['type'] == 'image' %}
+            {{- '<image>' }}
+        {%- endfor %}
+        {%- for part in message['content'] if part['type'] == 'text' %}
+            {{- part['text'] }}
+        {%- endfor %}
+    {%- endif %}
+{%- endfor %}
+"""
+}
+"""Type → chat template, where models are published without one: the picture and the text alone."""
 
 
 class GeneralProcessing(ProcessorFamily):
@@ -112,6 +145,14 @@ class GeneralProcessing(ProcessorFamily):
 
     def placeholder_token_id(self, modality: Modality) -> int:
         return self._placeholders[modality]
+
+    @property
+    def additions(self) -> PromptAdditions:
+        return ADDITIONS.get(str(self.files.config.get("model_type")), NO_ADDITIONS)
+
+    @property
+    def default_template(self) -> str | None:
+        return DEFAULT_TEMPLATES.get(str(self.files.config.get("model_type")))
 
     def _find_placeholder(self, modality: Modality) -> int:
         """The token that takes rows, unless templates are known to write another one."""
@@ -185,8 +226,12 @@ class GeneralProcessing(ProcessorFamily):
             raise UnprocessableMediaError(
                 f"the model's processor refuses the {modality} ({type(error).__name__})"
             ) from error
-        own = self._own_tokens(ids)
-        arrays = {name: value for name, value in found.items() if not name.endswith(TOKEN_TYPES)}
+        own = self._own_tokens(modality, ids)
+        arrays = {
+            name: value
+            for name, value in found.items()
+            if not name.endswith(TOKEN_TYPES) and name != TRAINING_LABELS
+        }
         for name, value in found.items():
             if name.endswith(MODALITY_TYPES) and value.shape == (1, len(ids)):
                 types = np.frombuffer(value.data, value.dtype)
@@ -249,6 +294,7 @@ class GeneralProcessing(ProcessorFamily):
             written += before + placeholder + after + following
             given.setdefault(modality, []).append(decoded)
         waiting = [self.process(modality, decoded, {}) for modality, decoded in media]
+        written = self._completed(written)
         ids: list[int] = []
         items: list[tuple[int, ProcessedItem]] = []
         for token in self._encoded(written):
@@ -266,20 +312,32 @@ class GeneralProcessing(ProcessorFamily):
 
     def _check_neighbours(self, modality: Modality, decoded: list[Decoded]) -> None:
         """Two items without text between them have the tokens that each has alone."""
-        before, after = (self._encoded(text) for text in self._around)
+        before, after = self._around
+        written = self._completed((before + self._placeholder(modality) + after) * len(decoded))
+        waiting = [self.process(modality, each, {}).expansion for each in decoded]
         ids: list[int] = []
-        for each in decoded:
-            ids += [*before, *self.process(modality, each, {}).expansion.token_ids(), *after]
+        for token in self._encoded(written):
+            placeholder = waiting and token == self._placeholders[modality]
+            ids += waiting.pop(0).token_ids() if placeholder else [token]
         found, _ = self._run(self._placeholder(modality) * 2, {modality: decoded})
         if found != ids and not any(self._around):
             raise ModelLoadError("its processor gives neighbouring items other tokens")
 
-    def _own_tokens(self, ids: list[int]) -> slice:
+    def _own_tokens(self, modality: Modality, ids: list[int]) -> slice:
         """Where an item's tokens are among those that the processor gives for it alone."""
-        before, after = (self._encoded(text) for text in self._around)
-        if ids[: len(before)] == before and ids[len(ids) - len(after) :] == after:
-            return slice(len(before), len(ids) - len(after))
+        before, after = self._around
+        placeholder = self._placeholder(_encoded_as(modality))
+        alone = self._encoded(self._completed(before + placeholder + after))
+        at = alone.index(self._placeholders[_encoded_as(modality)])
+        first, rest = alone[:at], alone[at + 1 :]
+        if ids[:at] == first and ids[len(ids) - len(rest) :] == rest:
+            return slice(at, len(ids) - len(rest))
         return slice(0, len(ids))
+
+    def _completed(self, text: str) -> str:
+        """A prompt with what the processor adds to it."""
+        additions = self.additions.in_words(self._processor.tokenizer.special_tokens_map)
+        return additions.complete(text, [self._placeholder(each) for each in self._tokens])
 
     def _run(
         self,
