@@ -597,8 +597,8 @@ class Chunker:
         snapshots: SnapshotPlanner | None = None,
     ) -> None:
         """`whole_prompts`: no prompt is cut at all, nor generated tokens that follow it.
-        `bidirectional_prompts`: every token of a prompt sees all of it, so none is cut. `snapshots`:
-        of a model with states."""
+        `bidirectional_prompts`: every token of a prompt sees all of it, so none is cut.
+        `snapshots`: of a model with states."""
         self._snapshots = snapshots
         self._encoder_scheduler = encoder_scheduler
         self._unsplittable = frozenset(unsplittable)

@@ -26,7 +26,7 @@ from lookonce.model.attention.hf_attention import ATTENTION_NAME, set_text_atten
 from lookonce.model.attention.reference import ReferenceBackend
 from lookonce.model.encoder_runner import item_tensors, to_tensor
 from lookonce.model.families.general import FORWARD_ERRORS, GeneralMediaFamily, GeneralTextFamily
-from lookonce.model.input_batch import MropePositions
+from lookonce.model.input_batch import MropePositions, NumberedPictures
 from lookonce.model.kv_pages import KVPages
 from lookonce.model.state import StateChunk, StatePool, StepStates
 from lookonce.model.step_inputs import AttentionMetadataBuilder, StepInputs
@@ -444,13 +444,15 @@ def _spans_both_ways(family: GeneralTextFamily, chunk: Chunk) -> list[tuple[int,
 
 
 def _positions(family: GeneralTextFamily, chunks: Sequence[Chunk]) -> Tensor:
-    """[1, T], or [3, 1, T] with multi-axis rope."""
+    """[1, T], or [axes, 1, T] with multi-axis rope."""
     if family.position_axes == 1:
         return torch.cat([torch.arange(chunk.start, chunk.end) for chunk in chunks])[None]
     parts = []
     for chunk in chunks:
-        part = np.empty((3, chunk.length), np.int64)
-        MropePositions(chunk.prompt.features).fill(chunk.start, part)
+        part = np.empty((family.position_axes, chunk.length), np.int64)
+        part[0] = np.arange(chunk.start, chunk.end)
+        kind = NumberedPictures if family.numbers_pictures else MropePositions
+        kind(chunk.prompt.features).fill(chunk.start, part[-3:])
         parts.append(torch.from_numpy(part))
     return torch.cat(parts, 1)[:, None]
 

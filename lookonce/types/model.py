@@ -34,8 +34,8 @@ class ModelInfo(msgspec.Struct, frozen=True, array_like=True):
     largest_unsplittable: int = 0
     """Prompt tokens of the largest such item; a token budget below it is refused at start-up."""
     longest_bidirectional_prompt: int = 0
-    """Not 0: every token of a prompt sees the whole prompt, also what follows it (PaliGemma). Then a
-    prompt has at most so many tokens and one item, it is computed in one step, and its keys and
+    """Not 0: every token of a prompt sees the whole prompt, also what follows it (PaliGemma). Then
+    a prompt has at most so many tokens and one item, it is computed in one step, and its keys and
     values are reused for an equal prompt alone."""
     weights_digest: str = ""
     """Hex digest of what determines the weights: part of every external KV namespace."""
@@ -223,6 +223,7 @@ GENERAL_MEDIA: dict[str, tuple[Modality, ...]] = {
     "deepseek_ocr2": ("image",),
     "deepseek_vl": ("image",),
     "deepseek_vl_hybrid": ("image",),
+    "emu3": ("image",),
     "ernie4_5_vl_moe": ("image",),
     "exaone4_5": ("image",),
     "fast_vlm": ("image",),
@@ -241,6 +242,7 @@ GENERAL_MEDIA: dict[str, tuple[Modality, ...]] = {
     "granite_docling": ("image",),
     "granite_speech": ("audio",),
     "granite_speech_plus": ("audio",),
+    "hunyuan_vl": ("image",),
     "hyperclovax_vision_v2": ("image",),
     "idefics2": ("image",),
     "internvl": ("image", "video"),
@@ -279,6 +281,7 @@ GENERAL_MEDIA: dict[str, tuple[Modality, ...]] = {
 
 ONE_IN_A_PROMPT: tuple[str, ...] = (
     "audioflamingo3",
+    "emu3",
     "fun_asr_nano",
     "gemma3n",
     "glmasr",
@@ -367,6 +370,7 @@ UNSERVABLE_MEDIA: dict[str, tuple[str, ...]] = {
     "it applies one LoRA adapter to prompts with pictures, another to those with sounds": (
         "phi4_multimodal",
     ),
+    "its pictures' tokens have positions that no grid describes": ("minicpmv4_7",),
     "it is an encoder-decoder": (
         "florence2",
         "pix2struct",
@@ -381,7 +385,6 @@ UNSERVABLE_MEDIA: dict[str, tuple[str, ...]] = {
     "its processor adds tokens at the beginning or end of a prompt": (
         "blip-2",
         "chameleon",
-        "emu3",
         "fuyu",
     ),
     "its decoder selects keys by an index": ("dots3_note", "glm5_next", "mistral_large4"),
@@ -450,11 +453,22 @@ def media_token(config: Mapping[str, object], modality: Modality) -> int:
     raise KeyError(names[0])
 
 
-def has_axes(text_config: Mapping[str, object]) -> bool:
-    """Whether positions have several axes: in every layer, or in those of a kind."""
+def num_axes(text_config: Mapping[str, object]) -> int:
+    """How many axes positions have, in every layer or in those of a kind; 0: one, in the usual
+    way."""
     rope = text_config.get("rope_parameters") or text_config.get("rope_scaling")
     kinds = rope.values() if isinstance(rope, Mapping) else ()
-    return any(isinstance(part, Mapping) and "mrope_section" in part for part in (rope, *kinds))
+    sections = [
+        part.get("mrope_section") or part.get("xdrope_section")
+        for part in (rope, *kinds)
+        if isinstance(part, Mapping)
+    ]
+    return max((len(each) for each in sections if isinstance(each, list | tuple)), default=0)
+
+
+def has_axes(text_config: Mapping[str, object]) -> bool:
+    """Whether positions have several axes."""
+    return num_axes(text_config) > 0
 
 
 def takes_media(config: Mapping[str, object]) -> bool:

@@ -39,7 +39,7 @@ from lookonce.model.attention.probe import PROBE_TOKENS, probe_metadata, probe_p
 from lookonce.model.families.base import Model, ModelFamily, Tensors
 from lookonce.model.state import StateObserver, has_states
 from lookonce.types.media import MediaExample, Modality
-from lookonce.types.model import has_axes, media_token, unsupported
+from lookonce.types.model import media_token, num_axes, unsupported
 
 FORWARD_ERRORS = (
     AssertionError,
@@ -223,7 +223,11 @@ class GeneralMediaFamily(GeneralTextFamily):
         self._media_tokens: dict[Modality, int] = {}
         self._token_types: dict[str, dict[int, int]] = {}
         text = model.config.get_text_config(decoder=True)
-        self.position_axes = 3 if has_axes(text.to_dict()) else 1
+        self.numbers_pictures = num_axes(text.to_dict()) == 4
+        if self.numbers_pictures:
+            self.position_axes = 4
+        else:
+            self.position_axes = 3 if num_axes(text.to_dict()) else 1
         if getattr(text, "use_bidirectional_attention", None) is True:
             _attend_causally(model.get_decoder())
         super().__init__(model)

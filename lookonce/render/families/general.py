@@ -86,8 +86,9 @@ PLACEHOLDERS: dict[str, dict[Modality, str]] = {
 processor_config.json name."""
 TEXT_AROUND: dict[str, tuple[str, str]] = {"gemma3": ("\n\n", "\n\n"), "gemma3n": ("\n\n", "\n\n")}
 """Type → texts that its processor adds before and after an item, which may merge with others."""
+WRAPPED: tuple[str, ...] = ("hunyuan_vl",)
+"""Types whose processor wants an item's placeholder between two tokens, which templates write."""
 ADDITIONS: dict[str, PromptAdditions] = {
-    "chameleon": PromptAdditions(last="sep_token"),
     "emu3": PromptAdditions(first="bos_token"),
     "molmo2": PromptAdditions(first="bos_token"),
     "paligemma": PromptAdditions(after_items="bos_token", last=NEWLINE),
@@ -220,7 +221,7 @@ class GeneralProcessing(ProcessorFamily):
         given: Decoded = decoded[0] if isinstance(decoded, tuple) else decoded
         options = PICTURE_OF_FILM if modality == "video" else {}
         try:
-            text = self._placeholder(_encoded_as(modality))
+            text = self._wrapped(_encoded_as(modality))
             ids, found = self._run(text, {modality: [given]}, options)
         except (ArithmeticError, LookupError, TypeError, ValueError) as error:
             raise UnprocessableMediaError(
@@ -280,7 +281,7 @@ class GeneralProcessing(ProcessorFamily):
             items.append((len(ids), self.process("video", frame, {})))
             ids += items[-1][1].expansion.token_ids()
         ids += self._encoded("\nand what? ")
-        placeholder = self._placeholder("image")
+        placeholder = self._wrapped("image")
         _, arrays = self._run(placeholder * len(frames), {"video": frames}, PICTURE_OF_FILM)
         return MediaExample(tuple(ids), tuple(items), arrays)
 
@@ -289,7 +290,7 @@ class GeneralProcessing(ProcessorFamily):
         text = written = "Look\n"
         given: dict[Modality, list[Decoded]] = {}
         for number, (modality, decoded) in enumerate(media):
-            placeholder, following = self._placeholder(modality), f"\nand {number} what? "
+            placeholder, following = self._wrapped(modality), f"\nand {number} what? "
             text += placeholder + following
             written += before + placeholder + after + following
             given.setdefault(modality, []).append(decoded)
@@ -313,20 +314,20 @@ class GeneralProcessing(ProcessorFamily):
     def _check_neighbours(self, modality: Modality, decoded: list[Decoded]) -> None:
         """Two items without text between them have the tokens that each has alone."""
         before, after = self._around
-        written = self._completed((before + self._placeholder(modality) + after) * len(decoded))
+        written = self._completed((before + self._wrapped(modality) + after) * len(decoded))
         waiting = [self.process(modality, each, {}).expansion for each in decoded]
         ids: list[int] = []
         for token in self._encoded(written):
             placeholder = waiting and token == self._placeholders[modality]
             ids += waiting.pop(0).token_ids() if placeholder else [token]
-        found, _ = self._run(self._placeholder(modality) * 2, {modality: decoded})
+        found, _ = self._run(self._wrapped(modality) * 2, {modality: decoded})
         if found != ids and not any(self._around):
             raise ModelLoadError("its processor gives neighbouring items other tokens")
 
     def _own_tokens(self, modality: Modality, ids: list[int]) -> slice:
         """Where an item's tokens are among those that the processor gives for it alone."""
         before, after = self._around
-        placeholder = self._placeholder(_encoded_as(modality))
+        placeholder = self._wrapped(_encoded_as(modality))
         alone = self._encoded(self._completed(before + placeholder + after))
         at = alone.index(self._placeholders[_encoded_as(modality)])
         first, rest = alone[:at], alone[at + 1 :]
@@ -380,6 +381,14 @@ class GeneralProcessing(ProcessorFamily):
         """The text of the placeholder token."""
         token = self._placeholders[modality]
         return str(self._processor.tokenizer.convert_ids_to_tokens(token))
+
+    def _wrapped(self, modality: Modality) -> str:
+        """The placeholder as the processor takes it in a prompt."""
+        text = self._placeholder(modality)
+        if self.files.config.get("model_type") not in WRAPPED:
+            return text
+        processor = self._processor
+        return f"{processor.image_start_token}{text}{processor.image_end_token}"
 
     def _grid(self, modality: Modality, arrays: Arrays) -> tuple[int, int, int] | None:
         """Of pictures whose processor states a grid of patches: the same in merged patches."""

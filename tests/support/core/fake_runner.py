@@ -55,6 +55,7 @@ class _Known:
     """Of positions over indices."""
     state: bytes = b""
     """After the last computed token, of a model that keeps states."""
+    num_prompt_tokens: int = 0
 
 
 class FakeRunner:
@@ -129,6 +130,7 @@ class FakeRunner:
         asked = new.sampling.prompt_logprobs is not None and new.sample_index == 0
         scored = range(new.num_prompt_tokens - 1 if asked else 0)
         sequence = _Known(new.token_ids.tolist(), features, new.sample_index, scored)
+        sequence.num_prompt_tokens = new.num_prompt_tokens
         self.known[new.seq_id] = sequence
         if new.snapshot is not None:
             require(
@@ -313,6 +315,10 @@ class FakeRunner:
         whole = [f for f in touched if f.modality in self.unsplittable]
         require(all(f.end <= end for f in whole), "an unsplittable item is not cut")
         spans = tuple((f.offset, f.end) for f in whole)
+        if self.limits.model.longest_bidirectional_prompt:
+            length = sequence.num_prompt_tokens
+            require(end >= length, "a prompt whose tokens see all of it is not cut")
+            spans = ((0, length),) if chunk.start < length else ()
         require(chunk.bidirectional == spans, "bidirectional names the unsplittable items touched")
 
     def _write(self, chunk: ScheduledSequence, sequence: _Known) -> None:

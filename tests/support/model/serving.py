@@ -47,7 +47,8 @@ TEXT = "Tell me about this please "
 NEED_TIMM = ("fast_vlm", "gemma3n", "perception_lm")
 NEED_TORCHVISION = (
     *("cohere2_vision", "gemma4_unified", "kimi_k25", "lfm2_vl", "llama4", "minicpm_ocr"),
-    *("minicpmv4_6", "minimax_m3_vl", "muse_glimmer", "nemotron_h_omni", "step3p7", *NEED_TIMM),
+    *("minicpmv4_6", "minimax_m3_vl", "molmo2", "muse_glimmer", "nemotron_h_omni", "step3p7"),
+    *NEED_TIMM,
 )
 NEED_TORCHAUDIO = ("fun_asr_nano", "granite_speech", "granite_speech_plus")
 NEED_PICTURES = ("paligemma",)

@@ -610,7 +610,8 @@ def _granite4_vision(scale: Scale, ids: Mapping[str, int]) -> Json:
 
 
 def _hunyuan_vl(scale: Scale, ids: Mapping[str, int]) -> Json:
-    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 2, 2, 2]}
+    # With a larger base the last axis, a picture's number, would turn keys by next to nothing.
+    rope = {"rope_type": "default", "rope_theta": 10.0, "mrope_section": [2, 2, 2, 2]}
     return {
         "vision_config": _vision(
             scale,
@@ -1513,18 +1514,21 @@ MEDIA_KINDS: dict[str, FolderKind] = {
             *("<frame_start>", "<im_end>", "<frame_end>", "<im_low>"),
         ),
     ),
-    "hunyuan_vl": _kind(
-        "hunyuan_vl",
-        _hunyuan_vl,
-        image="<image>",
-        specials=("<im_start>", "<im_end>", "<im_newline>"),
-        roles={
-            "image_token": "<image>",
-            "image_start_token": "<im_start>",
-            "image_end_token": "<im_end>",
-        },
-        preprocessor=_grid_pixels("HunYuanVL", temporal_patch_size=1),
-        processor="HunYuanVL",
+    "hunyuan_vl": replace(
+        _kind(
+            "hunyuan_vl",
+            _hunyuan_vl,
+            image="<image>",
+            specials=("<im_start>", "<im_end>", "<im_newline>"),
+            roles={
+                "image_token": "<image>",
+                "image_start_token": "<im_start>",
+                "image_end_token": "<im_end>",
+            },
+            preprocessor=_grid_pixels("HunYuanVL", temporal_patch_size=1),
+            processor="HunYuanVL",
+        ),
+        template=TEMPLATE.replace("IMAGE", "<im_start><image><im_end>"),
     ),
     "ovis2": _kind(
         "ovis2",
