@@ -42,7 +42,9 @@ def test_the_documented_types_are_those_that_the_command_lists(monkeypatch, caps
     """The table of own types and the lists of the others, in docs/models.md."""
     rows = json.loads(run(monkeypatch, capsys, "--json"))
     page = (Path(__file__).parents[2] / "docs/models.md").read_text()
-    table: dict[str, str] = dict(re.findall(r"^\| `(\w+)` \|[^|]*\| ([\w, ]*?) ?\|", page, re.MULTILINE))
+    table: dict[str, str] = dict(
+        re.findall(r"^\| `(\w+)` \|[^|]*\| ([\w, ]*?) ?\|", page, re.MULTILINE)
+    )
     own = {row["model_type"]: ", ".join(row["media"]) for row in rows if row["served_by"] == "own"}
     answers = {row["model_type"] for row in rows if row["gives"] != "embeddings"}
     table.pop("model_type")

@@ -818,30 +818,6 @@ def _delta_net(scale: Scale) -> Json:
     }
 
 
-def _qwen3_5(scale: Scale, ids: Mapping[str, int]) -> Json:
-    return {
-        "vision_config": _grid_vision(
-            scale, temporal_patch_size=2, out_hidden_size=scale.hidden, num_position_embeddings=16
-        ),
-        "text_config": _text("qwen3_5_text", scale, ids, **_delta_net(scale)),
-        **_qwen_tokens(ids),
-    }
-
-
-def _qwen3_5_moe(scale: Scale, ids: Mapping[str, int]) -> Json:
-    experts = {
-        "moe_intermediate_size": 32,
-        "shared_expert_intermediate_size": 32,
-        "num_experts_per_tok": 2,
-        "num_experts": 4,
-    }
-    text = {**_delta_net(scale), **experts}
-    return {
-        **_qwen3_5(scale, ids),
-        "text_config": _text("qwen3_5_moe_text", scale, ids, **text),
-    }
-
-
 CONVOLUTIONS: Json = {"layer_types": ["conv", "full_attention"] * 2}
 
 
@@ -1637,22 +1613,6 @@ MEDIA_KINDS: dict[str, FolderKind] = {
         specials=QWEN_VISION,
         preprocessor=_grid_pixels("Qwen2VL"),
         processor="Lfm3Vl",
-    ),
-    "qwen3_5": _kind(
-        "qwen3_5",
-        _qwen3_5,
-        image="<|image_pad|>",
-        specials=QWEN_VISION,
-        preprocessor=_grid_pixels("Qwen2VL"),
-        processor="Qwen3VL",
-    ),
-    "qwen3_5_moe": _kind(
-        "qwen3_5_moe",
-        _qwen3_5_moe,
-        image="<|image_pad|>",
-        specials=QWEN_VISION,
-        preprocessor=_grid_pixels("Qwen2VL"),
-        processor="Qwen3VL",
     ),
     "minicpmv4_6": _kind(
         "minicpmv4_6",
