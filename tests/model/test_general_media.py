@@ -5,6 +5,7 @@ A few types here; every listed type in `make test-models`.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import os
@@ -26,6 +27,7 @@ from lookonce.render.families.arrays import int64_array
 from lookonce.render.families.registry import FAMILIES as RENDER_FAMILIES
 from lookonce.render.families.registry import load_family, media_examples
 from lookonce.render.media.external_items import item_from_arrays
+from lookonce.render.prompt.encoder import ChatOptions, load_encoder
 from lookonce.types.media import EVERY_TOKEN, Expansion, MediaExample
 from lookonce.types.model import (
     GENERAL_MEDIA,
@@ -36,6 +38,7 @@ from lookonce.types.model import (
 )
 from tests.support.model.cases import picture
 from tests.support.model.chats import render
+from tests.support.model.copies import copied
 from tests.support.model.serving import (
     Subject,
     assert_parity,
@@ -383,6 +386,18 @@ def test_prompts_that_attend_both_ways_are_found(folder, monkeypatch):
 def test_a_prompt_is_no_longer_than_the_shortest_window(folder):
     """transformers lets a prompt see beyond it."""
     assert load_general(folder("media:paligemma")).info.longest_bidirectional_prompt == 64
+
+
+def test_a_folder_without_a_chat_template_has_that_of_its_type(folder, tmp_path):
+    """As PaliGemma is published: the picture and the text, as transformers' processor completes
+    them."""
+    without = copied(folder("media:paligemma"), tmp_path)
+    (without / "chat_template.jinja").unlink()
+    family = load_family(without, "float32")
+    encoder = load_encoder(str(without), None, family)
+    content = [{"type": "text", "text": "what is it?"}, {"type": "image"}]
+    prompt = asyncio.run(encoder.encode_chat([{"role": "user", "content": content}], ChatOptions()))
+    assert prompt.text == "<image><bos>what is it?\n"
 
 
 def test_pictures_on_an_axis_of_their_own_are_found(folder, monkeypatch):

@@ -92,10 +92,20 @@ def test_beyond_the_original_length_answers_are_hugging_face_s(scaled, kind, nam
 
 
 @pytest.mark.parametrize(
-    ("scaling", "limit"), [(LONGROPE, 1024), ({"type": "dynamic", "factor": 4.0}, 2048)]
+    ("kind", "scaling", "limit"),
+    [
+        ("llama", LONGROPE, 1024),
+        ("llama", {"type": "dynamic", "factor": 4.0}, 2048),
+        ("text:phi3", {**LONGROPE, "original_max_position_embeddings": None}, 1024),
+    ],
 )
-def test_a_rope_that_changes_with_the_longest_of_a_batch_ends_before_it(scaled, scaling, limit):
-    folder = scaled("llama", scaling, max_position_embeddings=2048)
+def test_a_rope_that_changes_with_the_longest_of_a_batch_ends_before_it(
+    scaled, kind, scaling, limit
+):
+    """Phi-3 states the length beside its rope."""
+    scaling = {name: value for name, value in scaling.items() if value is not None}
+    original = {"original_max_position_embeddings": 1024} if kind == "text:phi3" else {}
+    folder = scaled(kind, scaling, max_position_embeddings=2048, **original)
     assert load(folder).info.max_model_len == limit
     subject = make_subject(folder)
     served = serve(subject.loaded, subject.cases, budget=23)
