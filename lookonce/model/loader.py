@@ -349,10 +349,12 @@ def _longest_sequence(text_config: Any) -> int:
     rope = _rope_parameters(text_config)
     kinds = [rope, *(part for part in rope.values() if isinstance(part, dict))]
     first_trained = [
-        kind.get("original_max_position_embeddings") for kind in kinds if _is_longrope(kind)
+        int(kind.get("original_max_position_embeddings") or stated)
+        for kind in kinds
+        if _is_longrope(kind)
     ]
     if first_trained:
-        return min([stated, *filter(None, first_trained)])
+        return min(stated, *first_trained)
     if rope.get("rope_type") not in STRETCHING:
         return stated
     original = rope.get("original_max_position_embeddings") or stated
