@@ -604,6 +604,7 @@ class Chunker:
         self._unsplittable = frozenset(unsplittable)
         self._whole_prompts = whole_prompts
         self._bidirectional_prompts = bidirectional_prompts
+        self._cuts_no_prompt = whole_prompts or bidirectional_prompts
 
     def plan(self, sequence: Sequence, step: StepPass) -> Shortage | None:
         """Schedule as much of the sequence as the step affords. Returns what is short if nothing.
@@ -612,24 +613,23 @@ class Chunker:
         """
         start = sequence.num_computed
         end = min(len(sequence.tokens), start + step.tokens)
-        if end < self._whole_until(sequence):
-            return Shortage.TOKENS
+        least = self._whole_until(sequence) if self._cuts_no_prompt else start + 1
         if sequence.request.frames is not None:
             end = min(end, sequence.request.frames.total)
         end = self._keep_whole(sequence.request.features, start, end)
-        if end <= start:
+        if end < least:
             return Shortage.TOKENS
         end, shortage = self._encoder_scheduler.acquire(sequence, start, end, step)
-        if end <= start or end < self._whole_until(sequence):
+        if end < least:
             return shortage
         self._schedule(sequence, start, end, step)
         return None
 
     def _whole_until(self, sequence: Sequence) -> int:
-        """The position that the next chunk must reach; 0: any."""
+        """The position that the next chunk must reach."""
         if self._whole_prompts:
             return len(sequence.tokens)
-        return sequence.request.num_prompt_tokens if self._bidirectional_prompts else 0
+        return max(sequence.request.num_prompt_tokens, sequence.num_computed + 1)
 
     def _keep_whole(self, features: MultiModalFeatures, start: int, end: int) -> int:
         """Move `end` before an unsplittable item that it would cut; `start` if none fits."""
