@@ -604,6 +604,7 @@ class Chunker:
         self._unsplittable = frozenset(unsplittable)
         self._whole_prompts = whole_prompts
         self._bidirectional_prompts = bidirectional_prompts
+        self._sees_both_ways = bool(unsplittable) or bidirectional_prompts
         self._cuts_no_prompt = whole_prompts or bidirectional_prompts
 
     def plan(self, sequence: Sequence, step: StepPass) -> Shortage | None:
@@ -663,11 +664,11 @@ class Chunker:
 
     def _bidirectional(self, request: Request, start: int, end: int) -> tuple[tuple[int, int], ...]:
         """The position ranges of unsplittable items in the chunk, or of the prompt."""
+        if not self._sees_both_ways:
+            return ()
         if self._bidirectional_prompts:
             length = request.num_prompt_tokens
             return ((0, length),) if start < length else ()
-        if not self._unsplittable:
-            return ()
         features = request.features
         touched = (features[index] for index in features.overlapping(start, end))
         return tuple((f.offset, f.end) for f in touched if f.modality in self._unsplittable)
