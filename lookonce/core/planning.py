@@ -61,6 +61,7 @@ class Planner:
             EncoderScheduler(state, model.unsplittable, encoder_connector),
             model.unsplittable,
             whole_prompts=model.encoder_only,
+            bidirectional_prompts=bool(model.longest_bidirectional_prompt),
             snapshots=state.snapshot_planner,
         )
         self._prefetcher = (
@@ -82,7 +83,10 @@ class Planner:
         """In the last step a running prompt waited for tokens or room."""
         self.session_eviction = SessionEviction(state)
         self.decode_shares = DecodeShares(
-            state, cuts_prompts=not (model.unsplittable or model.encoder_only)
+            state,
+            cuts_prompts=not (
+                model.unsplittable or model.encoder_only or model.longest_bidirectional_prompt
+            ),
         )
         self.encode_owners: EncodeOwners = []
         """Of the last plan's encoder runs."""
@@ -589,13 +593,19 @@ class Chunker:
         unsplittable: Collection[Modality],
         *,
         whole_prompts: bool = False,
+        bidirectional_prompts: bool = False,
         snapshots: SnapshotPlanner | None = None,
     ) -> None:
-        """`whole_prompts`: no prompt is cut at all. `snapshots`: of a model with states."""
+        """`whole_prompts`: no prompt is cut at all, nor generated tokens that follow it.
+        `bidirectional_prompts`: every token of a prompt sees all of it, so none is cut.
+        `snapshots`: of a model with states."""
         self._snapshots = snapshots
         self._encoder_scheduler = encoder_scheduler
         self._unsplittable = frozenset(unsplittable)
         self._whole_prompts = whole_prompts
+        self._bidirectional_prompts = bidirectional_prompts
+        self._sees_both_ways = bool(unsplittable) or bidirectional_prompts
+        self._cuts_no_prompt = whole_prompts or bidirectional_prompts
 
     def plan(self, sequence: Sequence, step: StepPass) -> Shortage | None:
         """Schedule as much of the sequence as the step affords. Returns what is short if nothing.
@@ -604,18 +614,23 @@ class Chunker:
         """
         start = sequence.num_computed
         end = min(len(sequence.tokens), start + step.tokens)
-        if self._whole_prompts and end < len(sequence.tokens):
-            return Shortage.TOKENS
+        least = self._whole_until(sequence) if self._cuts_no_prompt else start + 1
         if sequence.request.frames is not None:
             end = min(end, sequence.request.frames.total)
         end = self._keep_whole(sequence.request.features, start, end)
-        if end <= start:
+        if end < least:
             return Shortage.TOKENS
         end, shortage = self._encoder_scheduler.acquire(sequence, start, end, step)
-        if end <= start:
+        if end < least:
             return shortage
         self._schedule(sequence, start, end, step)
         return None
+
+    def _whole_until(self, sequence: Sequence) -> int:
+        """The position that the next chunk must reach."""
+        if self._whole_prompts:
+            return len(sequence.tokens)
+        return max(sequence.request.num_prompt_tokens, sequence.num_computed + 1)
 
     def _keep_whole(self, features: MultiModalFeatures, start: int, end: int) -> int:
         """Move `end` before an unsplittable item that it would cut; `start` if none fits."""
@@ -640,19 +655,21 @@ class Chunker:
                 num_tokens=end - start,
                 new_block_ids=sequence.deliver_blocks(),
                 embeds=features.embed_slices(start, end),
-                bidirectional=self._bidirectional(features, start, end),
+                bidirectional=self._bidirectional(sequence.request, start, end),
                 sample=end == len(sequence.tokens) and _samples(sequence),
                 snapshots=() if snapshots is None else snapshots.of_chunk(sequence, start, end),
             )
         )
         step.tokens -= end - start
 
-    def _bidirectional(
-        self, features: MultiModalFeatures, start: int, end: int
-    ) -> tuple[tuple[int, int], ...]:
-        """The position ranges of unsplittable items in the chunk."""
-        if not self._unsplittable:
+    def _bidirectional(self, request: Request, start: int, end: int) -> tuple[tuple[int, int], ...]:
+        """The position ranges of unsplittable items in the chunk, or of the prompt."""
+        if not self._sees_both_ways:
             return ()
+        if self._bidirectional_prompts:
+            length = request.num_prompt_tokens
+            return ((0, length),) if start < length else ()
+        features = request.features
         touched = (features[index] for index in features.overlapping(start, end))
         return tuple((f.offset, f.end) for f in touched if f.modality in self._unsplittable)
 

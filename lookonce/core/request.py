@@ -753,6 +753,7 @@ class ReuseStats:
 
 _ROOT = b"lookonce.kv-block.1\0"
 _ADAPTED = b"lookonce.adapted-item.1\0"
+_WHOLE = b"lookonce.kv-whole-prompt.1\0"
 _RUN_KEY = struct.Struct("<24sqq")
 _RUN_NAME = b"lookonce.kv-block-run.1\0"
 _PLAIN_ITEM = struct.Struct("<32sBqqq")
@@ -808,6 +809,16 @@ class AdaptedKeys:
     def sent(self, keys: Iterable[bytes]) -> tuple[bytes, ...]:
         """The keys under which clients know these items."""
         return tuple([self._sent[key] for key in keys])
+
+
+def whole_prompt_root(
+    root: bytes, prompt: NDArray[np.int32], features: MultiModalFeatures
+) -> bytes:
+    """Parent of the first block of a prompt whose every token sees all of it: 32 bytes that depend
+    on the scope's `root` and on all tokens and items."""
+    chain: list[bytes] = []
+    extend_chain(chain, _WHOLE + root, TokenBuffer(prompt), features, len(prompt), 1)
+    return chain[0]
 
 
 def extend_chain(

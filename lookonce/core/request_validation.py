@@ -11,7 +11,7 @@ from lookonce.core.block_pool import BlockPool
 from lookonce.core.encoder_cache import EncoderCache
 from lookonce.core.frame_digests import FrameDigests
 from lookonce.core.mm_features import EncoderInputs, FrameInputs, MultiModalFeatures
-from lookonce.core.request import AdaptedKeys, Request, SessionInput
+from lookonce.core.request import AdaptedKeys, Request, SessionInput, whole_prompt_root
 from lookonce.errors import BadRequestError, TooLargeError
 from lookonce.types.media import Array, MediaFeature, ProcessedItem
 from lookonce.types.model import ModelInfo
@@ -55,6 +55,8 @@ class RequestValidator:
         limit = self._model.max_model_len
         if self._model.encoder_only:
             limit = min(limit, self.token_budget)
+        if whole := self._model.longest_bidirectional_prompt:
+            limit = min(limit, self.token_budget + 1, whole + 1)
         check_prompt_capacity(len(prompt), limit + pools, self._kv_tokens)
         _check_end(features, len(prompt))
         self._check_items(features)
@@ -66,6 +68,8 @@ class RequestValidator:
         built = Request(request, prompt, features, items, eos_token_ids, in_order)
         built.adapted = adapted
         built.pooling = self._model.pooling
+        if self._model.longest_bidirectional_prompt:
+            built.root_hash = whole_prompt_root(built.root_hash, prompt, features)
         if request.frames is not None:
             built.frames = FrameDigests()
             built.frames.extend(request.frames)
@@ -145,6 +149,12 @@ class RequestValidator:
 
     def _check_items(self, features: MultiModalFeatures) -> None:
         """Check the items as a whole, and each only where one is wrong: there may be thousands."""
+        if self._model.longest_bidirectional_prompt and len(features) > 1:
+            # Two prompts that each hold one of two outputs could wait for each other for ever.
+            raise BadRequestError(
+                f"the request has {len(features)} items; this model takes one in a prompt",
+                param="features",
+            )
         known, unsplittable = self._model.modalities, self._model.unsplittable
         used = features.modalities
         limit = min(self._encoder_cache.max_rows, self.token_budget)

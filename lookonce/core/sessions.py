@@ -81,6 +81,10 @@ class Sessions:
             raise BadRequestError("a live session's answers have no grammar", param="grammar")
         if request.missing:
             raise BadRequestError("a live session brings its items along", param="features")
+        if self._validator.model.longest_bidirectional_prompt:
+            raise BadRequestError(
+                "this model has no live sessions: its prompts are computed whole", param="live"
+            )
         if isinstance(request.features, EncoderInputs):
             raise BadRequestError("a live session has a decoder alone", param="live")
         if isinstance(request.features, FrameInputs) and (request.frames is None or request.items):

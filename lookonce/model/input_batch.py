@@ -66,6 +66,7 @@ class InputBatch:
         *,
         mrope: bool,
         text_after_film_time: bool = False,
+        numbers_pictures: bool = False,
         encoder_decoder: bool = False,
     ) -> None:
         row = self._free.pop()
@@ -74,11 +75,13 @@ class InputBatch:
         self._num_blocks[row] = 0
         self.num_dropped[row] = 0
         self.input_keys[row] = new.features[0].key if encoder_decoder and new.features else None
-        self._positions[row] = (
-            MropePositions(new.features, text_after_film_time=text_after_film_time)
-            if mrope
-            else None
-        )
+        self._positions[row] = None
+        if numbers_pictures:
+            self._positions[row] = NumberedPictures(new.features)
+        elif mrope:
+            self._positions[row] = MropePositions(
+                new.features, text_after_film_time=text_after_film_time
+            )
         self._update_tail(row)
 
     def drop(self, change: DropTokens) -> int:
@@ -256,3 +259,37 @@ class MropePositions:
         out[0] = base + time + rows // height
         out[1] = base + rows % height
         out[2] = base + columns
+
+
+class NumberedPictures(MropePositions):
+    """Positions of one sequence where a picture's tokens have their column, their row and the
+    picture's number (HunYuanVL); all other tokens have their index on each axis.
+
+    A row of a picture has one token more than its grid has columns, and there is a token before the
+    first row and after the last one.
+    """
+
+    __slots__ = ("_num_forgotten",)
+
+    def __init__(self, features: Iterable[MediaFeature] = ()) -> None:
+        self._num_forgotten = 0
+        super().__init__(features)
+
+    def append(self, feature: MediaFeature) -> None:
+        if feature.grid is None:
+            return
+        _, height, width = feature.grid
+        self._starts.append(feature.offset + 1)
+        self._ends.append(feature.offset + 1 + height * (width + 1))
+        self._grids.append((0, height, width + 1))
+        self._deltas.append(0)
+
+    def forget_before(self, index: int) -> None:
+        known = len(self._ends)
+        super().forget_before(index)
+        self._num_forgotten += known - len(self._ends)
+
+    def _fill_item(self, item: int, first: int, last: int, out: NDArray[np.int64]) -> None:
+        _, _, width = self._grids[item]
+        out[1], out[0] = np.divmod(np.arange(first, last) - self._starts[item], width)
+        out[2] = self._num_forgotten + item

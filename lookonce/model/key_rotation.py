@@ -69,7 +69,7 @@ def key_rotation(family: ModelFamily) -> KeyRotation | None:
     """None where attention depends on more than distances, or that cannot be told."""
     rotary = getattr(family.decoder, "rotary_emb", None)
     layers = getattr(family.decoder, "layers", None)
-    if family.config.model_type not in SUPPORTED or rotary is None or not layers:
+    if family.states or family.config.model_type not in SUPPORTED or rotary is None or not layers:
         return None
     if getattr(rotary, "rope_type", None) not in CONSTANT_FREQUENCIES:
         return None

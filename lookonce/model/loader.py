@@ -88,7 +88,6 @@ def load_model(
     dtype, device = DTYPES[config.dtype], torch.device(config.device)
     options = _quantization_options(raw_config)
     model = _read_weights(config, family_class, dtype, options, progress, pooling)
-    _refuse_changing_rope(model.config.get_text_config(decoder=True))
     digest = _weights_digest(model, raw_config)
     family = family_class(model.to(device))
     if isinstance(family, GeneralTextFamily):
@@ -279,20 +278,6 @@ def _counted(items: Any, progress: Progress) -> Iterator[Any]:
         progress(done, total)
 
 
-CHANGING = ("dynamic", "longrope")
-"""Kinds of rope for which transformers rotates all sequences of a batch by the frequencies of the
-longest one: a prompt's keys would depend on its batch, and cached keys would be wrong."""
-
-
-def _refuse_changing_rope(text_config: Any) -> None:
-    """Raises `ModelLoadError` for a kind of rope that depends on what else is in a batch."""
-    rope = _rope_parameters(text_config)
-    kinds = [rope, *(part for part in rope.values() if isinstance(part, dict))]
-    for kind in kinds:
-        if kind.get("rope_type") in CHANGING:
-            raise ModelLoadError(f"models with rope_type {kind['rope_type']!r} are not supported")
-
-
 def _weights_digest(model: Model, raw_config: Json) -> str:
     """A digest of the config and every weight as loaded, on which the KV of a prefix depends."""
     digest = blake3(max_threads=blake3.AUTO)
@@ -316,6 +301,7 @@ def _model_info(config: ModelConfig, family: ModelFamily, digest: str) -> ModelI
         encoder_row_bytes=family.row_width * DTYPES[config.dtype].itemsize,
         unsplittable=family.unsplittable,
         largest_unsplittable=family.largest_unsplittable,
+        longest_bidirectional_prompt=family.longest_bidirectional_prompt,
         weights_digest=digest,
         frame_shape=() if family.frame_encoder is None else family.frame_encoder.frame_shape,
         sliding_window=family.sliding_window if family.config.model_type in SUPPORTED else 0,
@@ -348,6 +334,10 @@ it state the extended length."""
 def _longest_sequence(text_config: Any) -> int:
     """Most tokens of one sequence: what the config states, or what its rope extends that to.
 
+    `longrope` rotates a whole batch by other frequencies once its longest sequence is longer than
+    the model was first trained for, and `dynamic` beyond what the config states. Keys would depend
+    on their batch, and cached ones would be wrong: sequences end before that.
+
     Some configs state the length before the extension (Qwen's with YaRN), others the extended one
     (gpt-oss, and Gemma 3, whose layers have different ropes).
     """
@@ -357,10 +347,22 @@ def _longest_sequence(text_config: Any) -> int:
     if chunk := getattr(text_config, "attention_chunk_size", None):
         stated = min(stated, chunk)  # layers see their own chunk only; the first one is exact
     rope = _rope_parameters(text_config)
+    kinds = [rope, *(part for part in rope.values() if isinstance(part, dict))]
+    first_trained = [
+        int(kind.get("original_max_position_embeddings") or stated)
+        for kind in kinds
+        if _is_longrope(kind)
+    ]
+    if first_trained:
+        return min(stated, *first_trained)
     if rope.get("rope_type") not in STRETCHING:
         return stated
     original = rope.get("original_max_position_embeddings") or stated
     return max(stated, int(original * (rope.get("factor") or 1.0)))
+
+
+def _is_longrope(rope: Json) -> bool:
+    return rope.get("rope_type") == "longrope"
 
 
 def _rope_parameters(text_config: Any) -> dict[str, Any]:

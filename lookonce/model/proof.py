@@ -26,7 +26,7 @@ from lookonce.model.attention.hf_attention import ATTENTION_NAME, set_text_atten
 from lookonce.model.attention.reference import ReferenceBackend
 from lookonce.model.encoder_runner import item_tensors, to_tensor
 from lookonce.model.families.general import FORWARD_ERRORS, GeneralMediaFamily, GeneralTextFamily
-from lookonce.model.input_batch import MropePositions
+from lookonce.model.input_batch import MropePositions, NumberedPictures
 from lookonce.model.kv_pages import KVPages
 from lookonce.model.state import StateChunk, StatePool, StepStates
 from lookonce.model.step_inputs import AttentionMetadataBuilder, StepInputs
@@ -162,7 +162,8 @@ def _media_error(
     """The error with one way of encoding.
 
     Prompts are cut inside their items, and not; if either way differs from transformers, items are
-    taken to attend to themselves in both directions, and are not cut.
+    taken to attend to themselves in both directions, and are not cut. If that differs, too, whole
+    prompts are.
     """
     with _short_windows(family, SHORT_WINDOW):
         theirs = _transformers_logits(family, prompts, device)
@@ -174,8 +175,11 @@ def _media_error(
         )
     if found <= LARGEST_ERROR[dtype]:
         return found
-    both = _error_both_ways(family, prompts, dtype, device)
-    return both if both <= LARGEST_ERROR[dtype] else found
+    for compare in (_error_both_ways, _error_over_prompts):
+        both = compare(family, prompts, dtype, device)
+        if both <= LARGEST_ERROR[dtype]:
+            return both
+    return found
 
 
 def _error_both_ways(
@@ -199,6 +203,24 @@ def _error_both_ways(
             if found <= LARGEST_ERROR[dtype]:
                 break
     return found
+
+
+def _error_over_prompts(
+    family: GeneralMediaFamily,
+    prompts: Sequence[ProofPrompt],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> float:
+    """The error with prompts whose every token sees the whole prompt; `family` is left so.
+
+    Windows have room for a prompt, since transformers lets prompts see beyond them.
+    """
+    longest = max(len(prompt.token_ids) for prompt in prompts)
+    cuts = [(0, len(prompt.token_ids)) for prompt in prompts]
+    with _short_windows(family, longest):
+        theirs = _transformers_logits(family, prompts, device)
+        family.attend_over_prompts(max(f.length for prompt in prompts for f in prompt.features))
+        return _largest_error(_our_logits(family, prompts, cuts, dtype, device), theirs)
 
 
 def _modalities(examples: Sequence[MediaExample]) -> tuple[Modality, ...]:
@@ -236,7 +258,11 @@ def _media_prompt(
                 f"has places for {expected}"
             )
         rows.append(output.to(dtype))
-    arguments = {name: _to_device(array, dtype, device) for name, array in example.arrays.items()}
+    arguments = {
+        name: _to_device(array, dtype, device)
+        for name, array in example.arrays.items()
+        if name != "labels"  # of training
+    }
     ids = torch.tensor(example.token_ids)
     return ProofPrompt(ids, arguments, tuple(features), torch.cat(rows))
 
@@ -264,7 +290,8 @@ def _transformers_logits(
 ) -> list[Tensor]:
     """transformers' logits [C, V] of each prompt, without a cache."""
     model = family.model
-    set_text_attention(model, "sdpa" if model._supports_sdpa else "eager")
+    supports_sdpa = model._supports_sdpa and getattr(family.decoder, "_supports_sdpa", True)
+    set_text_attention(model, "sdpa" if supports_sdpa else "eager")
     try:
         return [_own_logits(model, prompt, device) for prompt in prompts]
     except FORWARD_ERRORS as error:
@@ -405,6 +432,8 @@ def _step_inputs(
 
 
 def _spans_both_ways(family: GeneralTextFamily, chunk: Chunk) -> list[tuple[int, int]]:
+    if isinstance(family, GeneralMediaFamily) and family.bidirectional_prompts:
+        return [(0, chunk.end)]
     return [
         (feature.offset, feature.end)
         for feature in chunk.prompt.features
@@ -415,13 +444,15 @@ def _spans_both_ways(family: GeneralTextFamily, chunk: Chunk) -> list[tuple[int,
 
 
 def _positions(family: GeneralTextFamily, chunks: Sequence[Chunk]) -> Tensor:
-    """[1, T], or [3, 1, T] with multi-axis rope."""
+    """[1, T], or [axes, 1, T] with multi-axis rope."""
     if family.position_axes == 1:
         return torch.cat([torch.arange(chunk.start, chunk.end) for chunk in chunks])[None]
     parts = []
     for chunk in chunks:
-        part = np.empty((3, chunk.length), np.int64)
-        MropePositions(chunk.prompt.features).fill(chunk.start, part)
+        part = np.empty((family.position_axes, chunk.length), np.int64)
+        part[0] = np.arange(chunk.start, chunk.end)
+        kind = NumberedPictures if family.numbers_pictures else MropePositions
+        kind(chunk.prompt.features).fill(chunk.start, part[-3:])
         parts.append(torch.from_numpy(part))
     return torch.cat(parts, 1)[:, None]
 

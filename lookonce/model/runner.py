@@ -180,6 +180,7 @@ class Runner:
             new,
             mrope=self._family.position_axes > 1,
             text_after_film_time=self._family.text_after_film_time,
+            numbers_pictures=self._family.numbers_pictures,
             encoder_decoder=self._family.encoder_decoder,
         )
         if self._states is not None:

@@ -33,6 +33,10 @@ class ModelInfo(msgspec.Struct, frozen=True, array_like=True):
     """Modalities whose items attend to themselves in both directions: never cut by a chunk."""
     largest_unsplittable: int = 0
     """Prompt tokens of the largest such item; a token budget below it is refused at start-up."""
+    longest_bidirectional_prompt: int = 0
+    """Not 0: every token of a prompt sees the whole prompt, also what follows it (PaliGemma). Then
+    a prompt has at most so many tokens and one item, it is computed in one step, and its keys and
+    values are reused for an equal prompt alone."""
     weights_digest: str = ""
     """Hex digest of what determines the weights: part of every external KV namespace."""
     encoder_decoder: bool = False
@@ -83,6 +87,8 @@ SUPPORTED: dict[str, tuple[Modality, ...]] = {
     "qwen2_audio": ("audio",),
     "qwen2_vl": ("image", "video"),
     "qwen3": (),
+    "qwen3_5": ("image", "video"),
+    "qwen3_5_moe": ("image", "video"),
     "qwen3_moe": (),
     "qwen3_omni_moe": ("image", "audio", "video"),
     "qwen3_omni_moe_thinker": ("image", "audio", "video"),
@@ -219,6 +225,7 @@ GENERAL_MEDIA: dict[str, tuple[Modality, ...]] = {
     "deepseek_ocr2": ("image",),
     "deepseek_vl": ("image",),
     "deepseek_vl_hybrid": ("image",),
+    "emu3": ("image",),
     "ernie4_5_vl_moe": ("image",),
     "exaone4_5": ("image",),
     "fast_vlm": ("image",),
@@ -237,6 +244,7 @@ GENERAL_MEDIA: dict[str, tuple[Modality, ...]] = {
     "granite_docling": ("image",),
     "granite_speech": ("audio",),
     "granite_speech_plus": ("audio",),
+    "hunyuan_vl": ("image",),
     "hyperclovax_vision_v2": ("image",),
     "idefics2": ("image",),
     "internvl": ("image", "video"),
@@ -252,16 +260,16 @@ GENERAL_MEDIA: dict[str, tuple[Modality, ...]] = {
     "minicpm_ocr": ("image",),
     "minicpmv4_6": ("image",),
     "minimax_m3_vl": ("image",),
+    "molmo2": ("image",),
     "moss_transcribe_diarize": ("audio",),
     "musicflamingo": ("audio",),
     "muse_glimmer": ("image",),
     "nemotron_h_omni": ("image", "audio"),
     "ovis2": ("image",),
     "paddleocr_vl": ("image",),
+    "paligemma": ("image",),
     "perception_lm": ("image",),
     "qianfan_ocr": ("image",),
-    "qwen3_5": ("image",),
-    "qwen3_5_moe": ("image",),
     "qwen3_asr": ("audio",),
     "step3p7": ("image",),
     "video_llama_3": ("image",),
@@ -273,6 +281,7 @@ GENERAL_MEDIA: dict[str, tuple[Modality, ...]] = {
 
 ONE_IN_A_PROMPT: tuple[str, ...] = (
     "audioflamingo3",
+    "emu3",
     "fun_asr_nano",
     "gemma3n",
     "glmasr",
@@ -282,7 +291,9 @@ ONE_IN_A_PROMPT: tuple[str, ...] = (
     "llava_onevision",
     "minicpm_ocr",
     "minicpmv4_6",
+    "molmo2",
     "musicflamingo",
+    "paligemma",
     "perception_lm",
     "qwen3_asr",
 )
@@ -359,6 +370,7 @@ UNSERVABLE_MEDIA: dict[str, tuple[str, ...]] = {
     "it applies one LoRA adapter to prompts with pictures, another to those with sounds": (
         "phi4_multimodal",
     ),
+    "its pictures' tokens have positions that no grid describes": ("minicpmv4_7",),
     "it is an encoder-decoder": (
         "florence2",
         "pix2struct",
@@ -373,14 +385,12 @@ UNSERVABLE_MEDIA: dict[str, tuple[str, ...]] = {
     "its processor adds tokens at the beginning or end of a prompt": (
         "blip-2",
         "chameleon",
-        "emu3",
         "fuyu",
-        "molmo2",
     ),
     "its decoder selects keys by an index": ("dots3_note", "glm5_next", "mistral_large4"),
     "it generates by diffusion": ("diffusion_gemma",),
     "it gives actions, not text": ("pi0",),
-    "the whole prompt, text as well, attends in both directions": ("git", "paligemma"),
+    "the whole prompt, text as well, attends in both directions": ("git",),
 }
 """Why → types of transformers that see or hear and are not served, refused before anything is
 loaded. Types whose text model is in `UNSERVABLE` are refused with that reason."""
@@ -393,7 +403,12 @@ MEDIA_CONFIG = re.compile(
 
 
 MEDIA_TOKENS: dict[Modality, tuple[str, ...]] = {
-    "image": ("image_token_id", "image_token_index", "img_context_token_id"),
+    "image": (
+        "image_token_id",
+        "image_token_index",
+        "img_context_token_id",
+        "image_patch_id",
+    ),
     "audio": ("audio_token_id", "audio_token_index", "sound_context_token_id"),
     "video": (),
 }
@@ -423,12 +438,13 @@ def general_modalities(config: Mapping[str, object]) -> tuple[Modality, ...]:
 
 def media_token(config: Mapping[str, object], modality: Modality) -> int:
     """The id of the token whose positions take rows of an item; `EVERY_TOKEN` where the config
-    names tokens around those which take rows as well (Ovis 2), or where its pictures have a
-    vocabulary of their own, which tokens around them are of (Gemma 3n). Raises `KeyError` without
-    any."""
+    names tokens around those which take rows as well (Ovis 2), where its pictures have a vocabulary
+    of their own, which tokens around them are of (Gemma 3n), or where tokens around them attend in
+    both directions with them (Molmo 2). Raises `KeyError` without any."""
     vision = config.get("vision_config")
     own_vocabulary = isinstance(vision, Mapping) and "vocab_offset" in vision
-    if config.get("visual_indicator_token_ids") or own_vocabulary:
+    attends_with_them = "low_res_image_start_token_id" in config
+    if config.get("visual_indicator_token_ids") or own_vocabulary or attends_with_them:
         return EVERY_TOKEN
     names = MEDIA_TOKENS["image" if modality == "video" else modality]
     for name in names:
@@ -437,11 +453,22 @@ def media_token(config: Mapping[str, object], modality: Modality) -> int:
     raise KeyError(names[0])
 
 
-def has_axes(text_config: Mapping[str, object]) -> bool:
-    """Whether positions have several axes: in every layer, or in those of a kind."""
+def num_axes(text_config: Mapping[str, object]) -> int:
+    """How many axes positions have, in every layer or in those of a kind; 0: one, in the usual
+    way."""
     rope = text_config.get("rope_parameters") or text_config.get("rope_scaling")
     kinds = rope.values() if isinstance(rope, Mapping) else ()
-    return any(isinstance(part, Mapping) and "mrope_section" in part for part in (rope, *kinds))
+    sections = [
+        part.get("mrope_section") or part.get("xdrope_section")
+        for part in (rope, *kinds)
+        if isinstance(part, Mapping)
+    ]
+    return max((len(each) for each in sections if isinstance(each, list | tuple)), default=0)
+
+
+def has_axes(text_config: Mapping[str, object]) -> bool:
+    """Whether positions have several axes."""
+    return num_axes(text_config) > 0
 
 
 def takes_media(config: Mapping[str, object]) -> bool:

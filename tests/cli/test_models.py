@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 
@@ -34,6 +36,22 @@ def test_every_type_is_listed_once_with_its_media(monkeypatch, capsys):
     gives = {row["model_type"]: row["gives"] for row in rows}
     assert {name for name, given in gives.items() if given == "embeddings"} == set(EMBEDDERS)
     assert {row["served_by"] for row in rows if row["model_type"] in SUPPORTED} == {"own"}
+
+
+def test_the_documented_types_are_those_that_the_command_lists(monkeypatch, capsys):
+    """The table of own types and the lists of the others, in docs/models.md."""
+    rows = json.loads(run(monkeypatch, capsys, "--json"))
+    page = (Path(__file__).parents[2] / "docs/models.md").read_text()
+    table: dict[str, str] = dict(
+        re.findall(r"^\| `(\w+)` \|[^|]*\| ([\w, ]*?) ?\|", page, re.MULTILINE)
+    )
+    own = {row["model_type"]: ", ".join(row["media"]) for row in rows if row["served_by"] == "own"}
+    answers = {row["model_type"] for row in rows if row["gives"] != "embeddings"}
+    table.pop("model_type")
+    assert table == {name: media for name, media in own.items() if name in answers}
+    lists = page.partition("## Text models without")[2].partition("What such a type lacks")[0]
+    named = set(re.findall(r"`([\w.-]+)`", lists))
+    assert {row["model_type"] for row in rows if row["served_by"] == "general"} <= named
 
 
 def test_people_see_why_a_type_is_not_served(monkeypatch, capsys):

@@ -1,4 +1,5 @@
-"""Ropes that extend the length of a model do so; ropes that depend on the batch are refused."""
+"""Ropes that extend the length of a model do so; those that change with the longest sequence of a
+batch end before they change."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import pytest
 
 from lookonce.errors import ModelLoadError
 from tests.support.model.copies import copied, load
-from tests.support.model.serving import compare, make_subject, serve
+from tests.support.model.serving import NUM_TOKENS, compare, make_subject, serve
 
 YARN = {"type": "yarn", "factor": 8.0, "original_max_position_embeddings": 512}
 LLAMA3 = {
@@ -20,13 +21,13 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 512,
 }
-FACTORS = [1.0] * 8
+SHORT, LONG = [1.0 + 0.1 * i for i in range(8)], [3.0 + i for i in range(8)]
 LONGROPE = {
     "type": "longrope",
     "factor": 4.0,
     "original_max_position_embeddings": 1024,
-    "short_factor": FACTORS,
-    "long_factor": FACTORS,
+    "short_factor": SHORT,
+    "long_factor": LONG,
 }
 
 
@@ -90,7 +91,35 @@ def test_beyond_the_original_length_answers_are_hugging_face_s(scaled, kind, nam
     assert difference.max_logit_error < 1e-4
 
 
-@pytest.mark.parametrize("scaling", [LONGROPE, {"type": "dynamic", "factor": 4.0}])
-def test_rope_that_changes_with_the_longest_of_a_batch_is_refused(scaled, scaling):
-    with pytest.raises(ModelLoadError, match=scaling["type"]):
-        load(scaled("llama", scaling))
+@pytest.mark.parametrize(
+    ("kind", "scaling", "limit"),
+    [
+        ("llama", LONGROPE, 1024),
+        ("llama", {"type": "dynamic", "factor": 4.0}, 2048),
+        ("text:phi3", {**LONGROPE, "original_max_position_embeddings": None}, 1024),
+    ],
+)
+def test_a_rope_that_changes_with_the_longest_of_a_batch_ends_before_it(
+    scaled, kind, scaling, limit
+):
+    """Phi-3 states the length beside its rope."""
+    scaling = {name: value for name, value in scaling.items() if value is not None}
+    original = {"original_max_position_embeddings": 1024} if kind == "text:phi3" else {}
+    folder = scaled(kind, scaling, max_position_embeddings=2048, **original)
+    assert load(folder).info.max_model_len == limit
+    subject = make_subject(folder)
+    served = serve(subject.loaded, subject.cases, budget=23)
+    difference = compare(served.answers, subject.expected)
+    assert difference.wrong == 0
+    assert difference.max_logit_error < 1e-4
+
+
+def test_the_longest_sequence_of_a_longrope_is_hugging_face_s(scaled):
+    """One token more, and transformers rotates every key otherwise."""
+    scaling = {**LONGROPE, "original_max_position_embeddings": 96}
+    subject = make_subject(scaled("llama", scaling, max_position_embeddings=2048))
+    assert subject.loaded.info.max_model_len == 96
+    longest = max(len(case.token_ids) for case in subject.cases) + NUM_TOKENS
+    assert longest <= 96
+    served = serve(subject.loaded, subject.cases, budget=23)
+    assert compare(served.answers, subject.expected).wrong == 0

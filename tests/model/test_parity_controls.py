@@ -65,7 +65,10 @@ class IgnoringBackend(ReferenceBackend):
         return super().forward(*tensors, call._replace(**self._instead))
 
 
-MROPE_KINDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_omni", "nano")
+MROPE_KINDS = (
+    *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_omni", "nano"),
+    *("qwen3_5", "qwen3_5_moe"),
+)
 SOUND_KINDS = ("qwen2_audio", "voxtral")
 MEDIA_KINDS = (
     *("llava", "pixtral", "mistral3", "gemma3", "idefics3", "smolvlm"),

@@ -32,15 +32,15 @@ KINDS = (
     *("text:falcon_h1", "text:jamba", "text:nemotron_h", "text:qwen3_next", "text:olmo_hybrid"),
     *("text:qwen3_5_text", "text:qwen3_5_moe_text"),
     *(
-        "media:qwen3_5",
-        "media:qwen3_5_moe",
+        "qwen3_5",
+        "qwen3_5_moe",
         "media:lfm2_vl",
         "media:lfm3_vl",
         "media:minicpmv4_6",
         "media:nemotron_h_omni",
     ),
 )
-SAMPLE = ("text:lfm2", "media:qwen3_5")
+SAMPLE = ("text:lfm2", "qwen3_5")
 ALL = bool(os.environ.get("ALL_MODELS"))
 BLOCK = 4
 
@@ -136,7 +136,7 @@ def is_wrong(answers, expected) -> bool:
 
 
 def test_a_snapshot_one_block_off_is_found(kind, subject, monkeypatch):
-    if kind.startswith("media:"):
+    if not kind.startswith("text:"):
         pytest.skip("of the cases with media only one short text is repeated; see the text types")
     longest = StateSnapshots.longest
 

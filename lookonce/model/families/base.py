@@ -40,6 +40,9 @@ class ModelFamily:
     unsplittable: tuple[Modality, ...] = ()
     """Modalities whose items attend to themselves in both directions."""
     position_axes: PositionAxes = 1
+    numbers_pictures: bool = False
+    """Whether the last axis of positions counts pictures, and those before it are a picture's
+    columns and rows, from 0 on; text goes on by its index (HunYuanVL)."""
     text_after_film_time: ClassVar[bool] = False
     """Whether the positions of text after a film go on after its last time; else they do after the
     height and width of its frames alone."""
@@ -129,6 +132,11 @@ class ModelFamily:
     @property
     def largest_unsplittable(self) -> int:
         """Prompt tokens of the largest item that no chunk may cut; 0 if there is none."""
+        return 0
+
+    @property
+    def longest_bidirectional_prompt(self) -> int:
+        """Not 0: every token of a prompt sees all of it; most tokens of a prompt."""
         return 0
 
     @property

@@ -39,7 +39,7 @@ from lookonce.model.attention.probe import PROBE_TOKENS, probe_metadata, probe_p
 from lookonce.model.families.base import Model, ModelFamily, Tensors
 from lookonce.model.state import StateObserver, has_states
 from lookonce.types.media import MediaExample, Modality
-from lookonce.types.model import has_axes, media_token, unsupported
+from lookonce.types.model import media_token, num_axes, unsupported
 
 FORWARD_ERRORS = (
     AssertionError,
@@ -215,13 +215,21 @@ class GeneralMediaFamily(GeneralTextFamily):
     def __init__(self, model: Model) -> None:
         self._largest_unsplittable = 0
         self._in_windows = False
+        self.bidirectional_prompts = False
+        """Whether every token of a prompt sees the whole prompt (PaliGemma)."""
         self.merges = False
         """Whether rows are taken from the decoder's inputs."""
         self._deeper = DeeperRows()
         self._media_tokens: dict[Modality, int] = {}
         self._token_types: dict[str, dict[int, int]] = {}
         text = model.config.get_text_config(decoder=True)
-        self.position_axes = 3 if has_axes(text.to_dict()) else 1
+        self.numbers_pictures = num_axes(text.to_dict()) == 4
+        if self.numbers_pictures:
+            self.position_axes = 4
+        else:
+            self.position_axes = 3 if num_axes(text.to_dict()) else 1
+        if getattr(text, "use_bidirectional_attention", None) is True:
+            _attend_causally(model.get_decoder())
         super().__init__(model)
 
     @classmethod
@@ -230,7 +238,8 @@ class GeneralMediaFamily(GeneralTextFamily):
 
     def attention_features(self, dtype: torch.dtype) -> AttentionFeatures:
         features = super().attention_features(dtype)
-        return dataclasses.replace(features, bidirectional=bool(self.unsplittable))
+        both_ways = bool(self.unsplittable or self.bidirectional_prompts)
+        return dataclasses.replace(features, bidirectional=both_ways)
 
     @property
     def row_width(self) -> int:
@@ -248,7 +257,7 @@ class GeneralMediaFamily(GeneralTextFamily):
         `in_windows`: they do so in layers with a sliding window alone (Gemma 4). The default is
         that none does."""
         self.unsplittable, self._largest_unsplittable = modalities, num_tokens
-        self._in_windows = in_windows
+        self._in_windows, self.bidirectional_prompts = in_windows, False
         numbers = range(self.num_layers) if self.layer_numbers is None else self.layer_numbers
         attention = dict(zip(numbers, self._attention, strict=True))
         for module in self.decoder.modules():
@@ -256,11 +265,27 @@ class GeneralMediaFamily(GeneralTextFamily):
                 unlimited = attention[layer].call.sliding_window is None
                 setattr(module, CAUSAL_LAYER, in_windows and unlimited)
 
+    def attend_over_prompts(self, num_tokens: int) -> None:
+        """Every token of a prompt sees the whole prompt. Items have at most `num_tokens`."""
+        self.attend_both_ways((), num_tokens)
+        self.bidirectional_prompts = True
+
+    @property
+    def longest_bidirectional_prompt(self) -> int:
+        """No longer than the shortest window: transformers lets prompts see beyond it, too."""
+        if not self.bidirectional_prompts:
+            return 0
+        longest = self.longest_sequence or int(self.text_config.max_position_embeddings)
+        return min([longest, *filter(None, self._windows)])
+
+    @property
+    def _windows(self) -> list[int | None]:
+        return [layer.call.sliding_window for layer in self._attention]
+
     @property
     def has_windows(self) -> bool:
         """Whether some layers have a sliding window, and others none."""
-        windows = {layer.call.sliding_window is None for layer in self._attention}
-        return len(windows) > 1
+        return len({window is None for window in self._windows}) > 1
 
     @property
     def reserved_tokens(self) -> frozenset[int]:
@@ -314,8 +339,7 @@ class GeneralMediaFamily(GeneralTextFamily):
         """Whether an item that attends to itself in both directions fits into the shortest window,
         as those did that were compared: what is beyond is seen in some types and not in others.
         Raises `ValueError`."""
-        windows = [layer.call.sliding_window for layer in self._attention]
-        shortest = min((window for window in windows if window), default=None)
+        shortest = min(filter(None, self._windows), default=None)
         length = item["input_ids"].shape[1]
         if shortest is not None and self._largest_unsplittable <= shortest < length:
             raise ValueError(
@@ -364,6 +388,14 @@ class GeneralMediaFamily(GeneralTextFamily):
             if hasattr(holder, name):
                 return getattr(holder, name)
         raise self.unservable(f"it has no {name}")
+
+
+def _attend_causally(decoder: Any) -> None:
+    """Layers that say they are not causal, because prompts see all of themselves, are called as
+    others are: which tokens see more is found by comparing (`attend_over_prompts`)."""
+    for module in decoder.modules():
+        if getattr(module, "is_causal", True) is False and hasattr(module, "layer_idx"):
+            module.is_causal = True
 
 
 class _DecoderReachedError(Exception):

@@ -40,19 +40,25 @@ class Qwen2_5VLFamily(ModelFamily):  # noqa: N801
 
     def encode_images(self, items: Sequence[Tensors], modality: Modality = "image") -> Any:
         """transformers' output for all items of one modality, from one call."""
-        film = modality == "video"
-        name, pixels = ("video_grid_thw", "pixel_values_videos") if film else IMAGE_ARRAYS
-        grids = torch.stack([item[name].view(3) for item in items])
-        patches = [item[pixels] for item in items]
-        # Checked here, because the vision encoder would allocate whatever a wrong grid asks for;
-        # not in 64 bits, where products of huge or negative numbers may come out right.
-        for grid, patch in zip(grids.tolist(), patches, strict=True):
-            if min(grid) < 1 or math.prod(grid) != len(patch):
-                raise ValueError(f"{name} does not match the number of patches")
-        joined = patches[0] if len(patches) == 1 else torch.cat(patches)
-        return self.media_model.get_image_features(joined, grids)
+        return encode_patches(self.media_model, items, modality)
 
     @property
     def media_model(self) -> Any:
         """The part of transformers' model that encodes pictures."""
         return self.model.model
+
+
+def encode_patches(media_model: Any, items: Sequence[Tensors], modality: Modality) -> Any:
+    """transformers' output for all items of one modality, from one call of the part of its model
+    that encodes pictures. Raises `ValueError` for a grid that is not that of the patches."""
+    film = modality == "video"
+    name, pixels = ("video_grid_thw", "pixel_values_videos") if film else IMAGE_ARRAYS
+    grids = torch.stack([item[name].view(3) for item in items])
+    patches = [item[pixels] for item in items]
+    # Checked here, because the vision encoder would allocate whatever a wrong grid asks for; not in
+    # 64 bits, where products of huge or negative numbers may come out right.
+    for grid, patch in zip(grids.tolist(), patches, strict=True):
+        if min(grid) < 1 or math.prod(grid) != len(patch):
+            raise ValueError(f"{name} does not match the number of patches")
+    joined = patches[0] if len(patches) == 1 else torch.cat(patches)
+    return media_model.get_image_features(joined, grids)

@@ -25,6 +25,7 @@ from lookonce.model.families.llava import LlavaFamily
 from lookonce.model.families.qwen2_5_omni import Qwen2_5OmniFamily, Qwen3OmniFamily
 from lookonce.model.families.qwen2_5_vl import Qwen2_5VLFamily
 from lookonce.model.families.qwen2_audio import Qwen2AudioFamily
+from lookonce.model.families.qwen3_5 import Qwen3_5Family
 from lookonce.model.families.qwen3_vl import Qwen3VLFamily
 from lookonce.model.families.voxtral import VoxtralFamily
 from lookonce.model.families.voxtral_realtime import VoxtralRealtimeFamily
@@ -39,6 +40,7 @@ FAMILIES: dict[str, type[ModelFamily]] = {
         Idefics3Family,
         Qwen2_5VLFamily,
         Qwen3VLFamily,
+        Qwen3_5Family,
         Qwen2_5OmniFamily,
         Qwen3OmniFamily,
         Qwen2AudioFamily,

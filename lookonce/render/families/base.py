@@ -10,8 +10,8 @@ from __future__ import annotations
 import io
 import wave
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import astuple, dataclass
 from importlib.metadata import version
 from typing import ClassVar
 
@@ -40,6 +40,42 @@ SOUND_OF_FILMS = ("use_audio_in_video", "load_audio_from_video")
 MAX_SIDE_RATIO = 200
 """Longest allowed side of a picture over its shorter side, as in Qwen's processor. Processors that
 fix the shorter side would make a thinner picture huge."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptAdditions:
+    """Texts that a model's processor adds to each prompt, whatever its chat template writes.
+
+    `bos_token` and other roles of tokenizer_config.json stand for the texts of those tokens.
+    """
+
+    first: str = ""
+    """At the beginning, unless the prompt begins with it."""
+    after_items: str = ""
+    """After the placeholder of the last item; without an item, at the beginning."""
+    last: str = ""
+    """At the end."""
+
+    def __bool__(self) -> bool:
+        return bool(self.first or self.after_items or self.last)
+
+    def in_words(self, special_tokens: Mapping[str, str]) -> PromptAdditions:
+        """The same with the tokens' texts; `special_tokens`: role → text."""
+        roles = {"bos_token": special_tokens.get("eos_token", ""), **special_tokens}
+        return PromptAdditions(*(roles.get(text) or text for text in astuple(self)))
+
+    def complete(self, text: str, placeholders: Iterable[str]) -> str:
+        """The prompt `text` with these texts."""
+        if not text.startswith(self.first):
+            text = self.first + text
+        if self.after_items:
+            ends = (text.rfind(each) + len(each) for each in placeholders if each in text)
+            end = max(ends, default=0)
+            text = text[:end] + self.after_items + text[end:]
+        return text + self.last
+
+
+NO_ADDITIONS = PromptAdditions()
 
 
 class ProcessorFamily(ABC):
@@ -86,6 +122,16 @@ class ProcessorFamily(ABC):
         merge them with neighbouring text, as it does for Hugging Face's processor.
         """
         return "", ""
+
+    @property
+    def additions(self) -> PromptAdditions:
+        """Texts that the model's processor adds to each prompt."""
+        return NO_ADDITIONS
+
+    @property
+    def default_template(self) -> str | None:
+        """The chat template of a folder that has none."""
+        return None
 
     @abstractmethod
     def process(self, modality: Modality, decoded: Decoded, options: Options) -> ProcessedItem:

@@ -21,7 +21,14 @@ from PIL import Image
 
 from lookonce.errors import ModelLoadError, UnprocessableMediaError
 from lookonce.render.families.arrays import Arrays, float_array, refuse_arrays, stored_array
-from lookonce.render.families.base import Decoded, Options, ProcessorFamily, token_id
+from lookonce.render.families.base import (
+    NO_ADDITIONS,
+    Decoded,
+    Options,
+    ProcessorFamily,
+    PromptAdditions,
+    token_id,
+)
 from lookonce.render.families.film import OPTION_NAMES as FILM_OPTIONS
 from lookonce.render.families.film import (
     FilmInfo,
@@ -51,6 +58,7 @@ from lookonce.types.model import (
     media_token,
 )
 
+TRAINING_LABELS = "labels"
 TOKEN_TYPES = "token_type_ids"
 """How the names end of what a processor says of each token of the prompt."""
 MODALITY_TYPES = "mm_token_type_ids"
@@ -71,12 +79,38 @@ NO_OPTIONS: dict[str, object] = {}
 PLACEHOLDERS: dict[str, dict[Modality, str]] = {
     "gemma3": {"image": "<start_of_image>"},
     "gemma3n": {"image": "<image_soft_token>", "audio": "<audio_soft_token>"},
+    "molmo2": {"image": "<|image|>"},
     "qianfan_ocr": {"image": "<image>"},
 }
 """Type → what its templates write for an item, where that is another token than its config and
 processor_config.json name."""
 TEXT_AROUND: dict[str, tuple[str, str]] = {"gemma3": ("\n\n", "\n\n"), "gemma3n": ("\n\n", "\n\n")}
 """Type → texts that its processor adds before and after an item, which may merge with others."""
+WRAPPED: tuple[str, ...] = ("hunyuan_vl",)
+"""Types whose processor wants an item's placeholder between two tokens, which templates write."""
+ADDITIONS: dict[str, PromptAdditions] = {
+    "emu3": PromptAdditions(first="bos_token"),
+    "molmo2": PromptAdditions(first="bos_token"),
+    "paligemma": PromptAdditions(after_items="bos_token", last=NEWLINE),
+}
+"""Type → what its processor adds to a prompt; tokens by their role in tokenizer_config.json."""
+DEFAULT_TEMPLATES = {
+    "paligemma": """\
+{%- for message in messages %}
+    {%- if message['content'] is string %}
+        {{- message['content'] }}
+    {%- else %}
+        {%- for part in message['content'] if part['type'] == 'image' %}
+            {{- '<image>' }}
+        {%- endfor %}
+        {%- for part in message['content'] if part['type'] == 'text' %}
+            {{- part['text'] }}
+        {%- endfor %}
+    {%- endif %}
+{%- endfor %}
+"""
+}
+"""Type → chat template, where models are published without one: the picture and the text alone."""
 
 
 class GeneralProcessing(ProcessorFamily):
@@ -112,6 +146,14 @@ class GeneralProcessing(ProcessorFamily):
 
     def placeholder_token_id(self, modality: Modality) -> int:
         return self._placeholders[modality]
+
+    @property
+    def additions(self) -> PromptAdditions:
+        return ADDITIONS.get(str(self.files.config.get("model_type")), NO_ADDITIONS)
+
+    @property
+    def default_template(self) -> str | None:
+        return DEFAULT_TEMPLATES.get(str(self.files.config.get("model_type")))
 
     def _find_placeholder(self, modality: Modality) -> int:
         """The token that takes rows, unless templates are known to write another one."""
@@ -179,14 +221,18 @@ class GeneralProcessing(ProcessorFamily):
         given: Decoded = decoded[0] if isinstance(decoded, tuple) else decoded
         options = PICTURE_OF_FILM if modality == "video" else {}
         try:
-            text = self._placeholder(_encoded_as(modality))
+            text = self._wrapped(_encoded_as(modality))
             ids, found = self._run(text, {modality: [given]}, options)
         except (ArithmeticError, LookupError, TypeError, ValueError) as error:
             raise UnprocessableMediaError(
                 f"the model's processor refuses the {modality} ({type(error).__name__})"
             ) from error
-        own = self._own_tokens(ids)
-        arrays = {name: value for name, value in found.items() if not name.endswith(TOKEN_TYPES)}
+        own = self._own_tokens(modality, ids)
+        arrays = {
+            name: value
+            for name, value in found.items()
+            if not name.endswith(TOKEN_TYPES) and name != TRAINING_LABELS
+        }
         for name, value in found.items():
             if name.endswith(MODALITY_TYPES) and value.shape == (1, len(ids)):
                 types = np.frombuffer(value.data, value.dtype)
@@ -235,7 +281,7 @@ class GeneralProcessing(ProcessorFamily):
             items.append((len(ids), self.process("video", frame, {})))
             ids += items[-1][1].expansion.token_ids()
         ids += self._encoded("\nand what? ")
-        placeholder = self._placeholder("image")
+        placeholder = self._wrapped("image")
         _, arrays = self._run(placeholder * len(frames), {"video": frames}, PICTURE_OF_FILM)
         return MediaExample(tuple(ids), tuple(items), arrays)
 
@@ -244,11 +290,12 @@ class GeneralProcessing(ProcessorFamily):
         text = written = "Look\n"
         given: dict[Modality, list[Decoded]] = {}
         for number, (modality, decoded) in enumerate(media):
-            placeholder, following = self._placeholder(modality), f"\nand {number} what? "
+            placeholder, following = self._wrapped(modality), f"\nand {number} what? "
             text += placeholder + following
             written += before + placeholder + after + following
             given.setdefault(modality, []).append(decoded)
         waiting = [self.process(modality, decoded, {}) for modality, decoded in media]
+        written = self._completed(written)
         ids: list[int] = []
         items: list[tuple[int, ProcessedItem]] = []
         for token in self._encoded(written):
@@ -266,20 +313,32 @@ class GeneralProcessing(ProcessorFamily):
 
     def _check_neighbours(self, modality: Modality, decoded: list[Decoded]) -> None:
         """Two items without text between them have the tokens that each has alone."""
-        before, after = (self._encoded(text) for text in self._around)
+        before, after = self._around
+        written = self._completed((before + self._wrapped(modality) + after) * len(decoded))
+        waiting = [self.process(modality, each, {}).expansion for each in decoded]
         ids: list[int] = []
-        for each in decoded:
-            ids += [*before, *self.process(modality, each, {}).expansion.token_ids(), *after]
-        found, _ = self._run(self._placeholder(modality) * 2, {modality: decoded})
+        for token in self._encoded(written):
+            placeholder = waiting and token == self._placeholders[modality]
+            ids += waiting.pop(0).token_ids() if placeholder else [token]
+        found, _ = self._run(self._wrapped(modality) * 2, {modality: decoded})
         if found != ids and not any(self._around):
             raise ModelLoadError("its processor gives neighbouring items other tokens")
 
-    def _own_tokens(self, ids: list[int]) -> slice:
+    def _own_tokens(self, modality: Modality, ids: list[int]) -> slice:
         """Where an item's tokens are among those that the processor gives for it alone."""
-        before, after = (self._encoded(text) for text in self._around)
-        if ids[: len(before)] == before and ids[len(ids) - len(after) :] == after:
-            return slice(len(before), len(ids) - len(after))
+        before, after = self._around
+        placeholder = self._wrapped(_encoded_as(modality))
+        alone = self._encoded(self._completed(before + placeholder + after))
+        at = alone.index(self._placeholders[_encoded_as(modality)])
+        first, rest = alone[:at], alone[at + 1 :]
+        if ids[:at] == first and ids[len(ids) - len(rest) :] == rest:
+            return slice(at, len(ids) - len(rest))
         return slice(0, len(ids))
+
+    def _completed(self, text: str) -> str:
+        """A prompt with what the processor adds to it."""
+        additions = self.additions.in_words(self._processor.tokenizer.special_tokens_map)
+        return additions.complete(text, [self._placeholder(each) for each in self._tokens])
 
     def _run(
         self,
@@ -322,6 +381,14 @@ class GeneralProcessing(ProcessorFamily):
         """The text of the placeholder token."""
         token = self._placeholders[modality]
         return str(self._processor.tokenizer.convert_ids_to_tokens(token))
+
+    def _wrapped(self, modality: Modality) -> str:
+        """The placeholder as the processor takes it in a prompt."""
+        text = self._placeholder(modality)
+        if self.files.config.get("model_type") not in WRAPPED:
+            return text
+        processor = self._processor
+        return f"{processor.image_start_token}{text}{processor.image_end_token}"
 
     def _grid(self, modality: Modality, arrays: Arrays) -> tuple[int, int, int] | None:
         """Of pictures whose processor states a grid of patches: the same in merged patches."""

@@ -1,4 +1,4 @@
-"""Qwen2-VL to Qwen3-VL: pictures of any size, between the template's vision start and end; films.
+"""Qwen2-VL to Qwen3.5: pictures of any size, between the template's vision start and end; films.
 
 `QwenImages` is shared by every family with this image processor.
 """
@@ -42,7 +42,7 @@ DEFAULT_MIN_PIXELS, DEFAULT_MAX_PIXELS = 56 * 56, 28 * 28 * 1280
 
 class Qwen2_5VLProcessing(ProcessorFamily):  # noqa: N801
     model_types: ClassVar[tuple[str, ...]] = (
-        "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe",
+        "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe",
     )  # fmt: skip
     modalities: tuple[Modality, ...] = ("image", "video")
 

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from transformers.utils.chat_template_utils import _compile_jinja_template, render_jinja_template
 
 from lookonce.errors import BadRequestError, ConfigError
-from lookonce.render.families.base import ProcessorFamily
+from lookonce.render.families.base import NO_ADDITIONS, ProcessorFamily
 from lookonce.render.prompt.long_texts import QUANTUM, LongTextThreads, TokenCountBound
 from lookonce.render.prompt.messages import PAIR_ROLES, Json
 from lookonce.render.prompt.placeholders import (
@@ -126,7 +126,9 @@ class PromptEncoder:
         """Of tenants that send much at a time."""
         self._placeholder_texts = _placeholder_texts(self._tokenizer, family)
         # Hugging Face's processors add the bos token a template left out; its tokenizers do not.
-        self._completes_bos = family is not None
+        additions = NO_ADDITIONS if family is None else family.additions
+        self._additions = additions.in_words(tokenizer.special_tokens)
+        self._completes_bos = family is not None and not self._additions
         self._bos = tokenizer.special_tokens.get("bos_token")
         placeholders = {
             modality: tokenizer.added_tokens[token_id]
@@ -224,6 +226,10 @@ class PromptEncoder:
             )
         for placeholder, with_text_around in self._placeholder_texts.items():
             text = text.replace(placeholder, with_text_around)
+        if self._additions and follows is None:
+            added = self._tokenizer.added_tokens
+            placeholders = [added[token] for token in self.placeholder_ids.values()]
+            text = self._additions.complete(text, placeholders)
         return text
 
     async def encode_text(
@@ -584,4 +590,6 @@ def load_encoder(
     """
     tokenizer = Tokenizer.load(folder)
     sources = template_sources(folder, tokenizer, chat_template)
+    if not sources and family is not None and family.default_template is not None:
+        sources = {"default": family.default_template}
     return PromptEncoder(tokenizer, sources, family)

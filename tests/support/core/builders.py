@@ -99,6 +99,7 @@ def model_info(
     pooling: PoolingInfo | None = None,
     encoder_only: bool = False,
     state_bytes: int = 0,
+    longest_bidirectional_prompt: int = 0,
 ) -> ModelInfo:
     return ModelInfo(
         name="fake",
@@ -114,6 +115,7 @@ def model_info(
         pooling=pooling,
         encoder_only=encoder_only,
         state_bytes=state_bytes,
+        longest_bidirectional_prompt=longest_bidirectional_prompt,
     )
 
 

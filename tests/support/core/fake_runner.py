@@ -58,6 +58,7 @@ class _Known:
     """After the last computed token, of a model that keeps states."""
     adapter: bytes = b""
     """Digest of its LoRA adapter, on which everything depends that is computed."""
+    num_prompt_tokens: int = 0
 
 
 class FakeRunner:
@@ -133,6 +134,7 @@ class FakeRunner:
         scored = range(new.num_prompt_tokens - 1 if asked else 0)
         sequence = _Known(new.token_ids.tolist(), features, new.sample_index, scored)
         sequence.adapter = sequence.state = new.adapter
+        sequence.num_prompt_tokens = new.num_prompt_tokens
         self.known[new.seq_id] = sequence
         if new.snapshot is not None:
             require(
@@ -317,6 +319,10 @@ class FakeRunner:
         whole = [f for f in touched if f.modality in self.unsplittable]
         require(all(f.end <= end for f in whole), "an unsplittable item is not cut")
         spans = tuple((f.offset, f.end) for f in whole)
+        if self.limits.model.longest_bidirectional_prompt:
+            length = sequence.num_prompt_tokens
+            require(end >= length, "a prompt whose tokens see all of it is not cut")
+            spans = ((0, length),) if chunk.start < length else ()
         require(chunk.bidirectional == spans, "bidirectional names the unsplittable items touched")
 
     def _write(self, chunk: ScheduledSequence, sequence: _Known) -> None:

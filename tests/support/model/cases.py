@@ -283,6 +283,8 @@ PROCESSING: dict[str, type[Processing]] = {
     "qwen2_5_vl": QwenVL,
     "qwen3_vl": QwenVL,
     "qwen3_vl_moe": QwenVL,
+    "qwen3_5": QwenVL,
+    "qwen3_5_moe": QwenVL,
     "qwen2_5_omni_thinker": QwenOmni,
     "qwen3_omni_moe_thinker": Qwen3Omni,
     "qwen2_audio": QwenAudio,
@@ -352,7 +354,7 @@ KINDS = (
     *("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma2", "gemma3_text", "gpt_oss"),
     *("llava", "pixtral", "mistral3", "gemma3", "idefics3", "smolvlm"),
     *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen2_5_omni", "nano", "qwen3_omni"),
-    *("qwen2_audio", "voxtral"),
+    *("qwen3_5", "qwen3_5_moe", "qwen2_audio", "voxtral"),
 )
 ALL_MODELS = bool(os.environ.get("ALL_MODELS"))
 """Set by `make test-models`: each test with every type of model it is for."""

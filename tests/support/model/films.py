@@ -130,7 +130,7 @@ def _qwen(
     merged = rows * columns // 4
     text = _text(folder, before, after)
     pad = "<|video_pad|>"
-    if kind.startswith("qwen3_vl"):
+    if kind.startswith(("qwen3_vl", "qwen3_5")):
         times = [number / fps for number in range(len(pictures))]
         times += times[-1:] * (len(times) % 2)
         written = "".join(
@@ -165,7 +165,7 @@ def _pairs(
     options: Json = {}
     if kind == OMNI:  # what its processor says, whatever the folder has
         options["size"] = {"shortest_edge": 128 * 32**2, "longest_edge": 768 * 32**2}
-    if kind.startswith("qwen3_vl"):
+    if kind.startswith(("qwen3_vl", "qwen3_5")):
         theirs = hugging_face.video_rules("qwen3_vl")
         width, height = pictures[0].size
         size = processor.size

@@ -48,9 +48,12 @@ TEXT = "Tell me about this please "
 NEED_TIMM = ("fast_vlm", "gemma3n", "perception_lm")
 NEED_TORCHVISION = (
     *("cohere2_vision", "gemma4_unified", "kimi_k25", "lfm2_vl", "llama4", "minicpm_ocr"),
-    *("minicpmv4_6", "minimax_m3_vl", "muse_glimmer", "nemotron_h_omni", "step3p7", *NEED_TIMM),
+    *("minicpmv4_6", "minimax_m3_vl", "molmo2", "muse_glimmer", "nemotron_h_omni", "step3p7"),
+    *NEED_TIMM,
 )
 NEED_TORCHAUDIO = ("fun_asr_nano", "granite_speech", "granite_speech_plus")
+NEED_PICTURES = ("paligemma",)
+"""Types whose processor takes no prompt without one."""
 PlanEdit = Callable[[StepPlan], StepPlan]
 
 
@@ -141,9 +144,10 @@ def general_cases(folder: Path, modalities: Sequence[Modality]) -> list[Case]:
     modalities = [modality for modality in modalities if modality in media]  # films: test_film
     for modality in modalities:
         one, two, three = media[modality]
-        chats += [("See: ", one, " what is it?"), (TEXT,)]
+        first = ("See: ", one, " what is it?")
+        without = (TEXT,) if kind not in NEED_PICTURES else ("See ", two)
         several = (two, " and B ", three, " or ", one) if kind not in ONE_IN_A_PROMPT else (two,)
-        chats += [("A", *several, " which?"), chats[-2]]
+        chats += [first, without, ("A", *several, " which?"), first]
     if len(modalities) > 1:
         chats.append(("Both ", media["image"][1], " and ", media["audio"][1], " now"))
     return [chat_case(folder, chat, pool) for chat in chats]

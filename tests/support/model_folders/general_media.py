@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
+from lookonce.render.families.general import DEFAULT_TEMPLATES
 from tests.support.model_folders.base import (
     CHATML,
     HALF_STATS,
@@ -607,7 +610,8 @@ def _granite4_vision(scale: Scale, ids: Mapping[str, int]) -> Json:
 
 
 def _hunyuan_vl(scale: Scale, ids: Mapping[str, int]) -> Json:
-    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 2, 2, 2]}
+    # With a larger base the last axis, a picture's number, would turn keys by next to nothing.
+    rope = {"rope_type": "default", "rope_theta": 10.0, "mrope_section": [2, 2, 2, 2]}
     return {
         "vision_config": _vision(
             scale,
@@ -637,6 +641,42 @@ def _ovis2(scale: Scale, ids: Mapping[str, int]) -> Json:
         "visual_indicator_token_ids": [ids[mark] for mark in marks],
         "vocab_size": scale.vocab,
         "hidden_size": scale.hidden,
+    }
+
+
+def _paligemma(scale: Scale, ids: Mapping[str, int], text: str = "gemma2") -> Json:
+    over = {"sliding_window": 64} if text == "gemma2" else {}
+    return {
+        "vision_config": _siglip(scale, image_size=56, projection_dim=scale.hidden),
+        "text_config": _text(text, scale, ids, hidden_activation="gelu_pytorch_tanh", **over),
+        "image_token_id": ids["<image>"],
+        "projection_dim": scale.hidden,
+        "hidden_size": scale.hidden,
+        "tie_word_embeddings": True,
+    }
+
+
+def _molmo2(scale: Scale, ids: Mapping[str, int]) -> Json:
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16}
+    return {
+        "vision_config": _vision(
+            scale, image_size=[28, 28], patch_size=14, num_hidden_layers=2, **heads
+        )
+        | heads,
+        "adapter_config": {
+            "vision_feature_layer": [1, 0],
+            "hidden_size": scale.vision_hidden,
+            "intermediate_size": scale.ffn,
+            "text_hidden_size": scale.hidden,
+            **heads,
+        },
+        "text_config": _text("molmo2_text", scale, ids, additional_vocab_size=8),
+        "image_patch_id": ids["<im_patch>"],
+        "image_start_token_id": ids["<im_start>"],
+        "image_end_token_id": ids["<im_end>"],
+        "low_res_image_start_token_id": ids["<low_res_im_start>"],
+        "frame_start_token_id": ids["<frame_start>"],
+        "frame_end_token_id": ids["<frame_end>"],
     }
 
 
@@ -775,30 +815,6 @@ def _delta_net(scale: Scale) -> Json:
         "linear_value_head_dim": 16,
         "layer_types": layers,
         "rope_parameters": rope,
-    }
-
-
-def _qwen3_5(scale: Scale, ids: Mapping[str, int]) -> Json:
-    return {
-        "vision_config": _grid_vision(
-            scale, temporal_patch_size=2, out_hidden_size=scale.hidden, num_position_embeddings=16
-        ),
-        "text_config": _text("qwen3_5_text", scale, ids, **_delta_net(scale)),
-        **_qwen_tokens(ids),
-    }
-
-
-def _qwen3_5_moe(scale: Scale, ids: Mapping[str, int]) -> Json:
-    experts = {
-        "moe_intermediate_size": 32,
-        "shared_expert_intermediate_size": 32,
-        "num_experts_per_tok": 2,
-        "num_experts": 4,
-    }
-    text = {**_delta_net(scale), **experts}
-    return {
-        **_qwen3_5(scale, ids),
-        "text_config": _text("qwen3_5_moe_text", scale, ids, **text),
     }
 
 
@@ -1177,6 +1193,20 @@ def _gemma4_kind(parts: Parts) -> FolderKind:
     )
 
 
+def _paligemma_kind(parts: Parts) -> FolderKind:
+    """The picture and the text alone, as transformers' processor takes them."""
+    kind = _kind(
+        "paligemma",
+        parts,
+        image="<image>",
+        specials=("<bos>",),
+        roles={"bos_token": "<bos>", "image_token": "<image>"},
+        preprocessor=_pixels("Siglip", size=_square(56), image_seq_length=16),
+        processor="PaliGemma",
+    )
+    return replace(kind, template=DEFAULT_TEMPLATES["paligemma"])
+
+
 MEDIA_KINDS: dict[str, FolderKind] = {
     "internvl": _kind(
         "internvl",
@@ -1439,18 +1469,42 @@ MEDIA_KINDS: dict[str, FolderKind] = {
         vision_feature_select_strategy="default",
         downsample_rate="1/2",
     ),
-    "hunyuan_vl": _kind(
-        "hunyuan_vl",
-        _hunyuan_vl,
-        image="<image>",
-        specials=("<im_start>", "<im_end>", "<im_newline>"),
-        roles={
-            "image_token": "<image>",
-            "image_start_token": "<im_start>",
-            "image_end_token": "<im_end>",
-        },
-        preprocessor=_grid_pixels("HunYuanVL", temporal_patch_size=1),
-        processor="HunYuanVL",
+    "paligemma": _paligemma_kind(_paligemma),
+    "molmo2": replace(
+        _kind(
+            "molmo2",
+            _molmo2,
+            image="<|image|>",
+            preprocessor=_pixels(
+                "Molmo2",
+                size=_square(28),
+                max_crops=4,
+                overlap_margins=[0, 0],
+                patch_size=14,
+                pooling_size=[2, 2],
+            ),
+            processor="Molmo2",
+        ),
+        last_specials=(
+            *("<im_patch>", "<im_col>", "<im_start>", "<low_res_im_start>"),
+            *("<frame_start>", "<im_end>", "<frame_end>", "<im_low>"),
+        ),
+    ),
+    "hunyuan_vl": replace(
+        _kind(
+            "hunyuan_vl",
+            _hunyuan_vl,
+            image="<image>",
+            specials=("<im_start>", "<im_end>", "<im_newline>"),
+            roles={
+                "image_token": "<image>",
+                "image_start_token": "<im_start>",
+                "image_end_token": "<im_end>",
+            },
+            preprocessor=_grid_pixels("HunYuanVL", temporal_patch_size=1),
+            processor="HunYuanVL",
+        ),
+        template=TEMPLATE.replace("IMAGE", "<im_start><image><im_end>"),
     ),
     "ovis2": _kind(
         "ovis2",
@@ -1559,22 +1613,6 @@ MEDIA_KINDS: dict[str, FolderKind] = {
         specials=QWEN_VISION,
         preprocessor=_grid_pixels("Qwen2VL"),
         processor="Lfm3Vl",
-    ),
-    "qwen3_5": _kind(
-        "qwen3_5",
-        _qwen3_5,
-        image="<|image_pad|>",
-        specials=QWEN_VISION,
-        preprocessor=_grid_pixels("Qwen2VL"),
-        processor="Qwen3VL",
-    ),
-    "qwen3_5_moe": _kind(
-        "qwen3_5_moe",
-        _qwen3_5_moe,
-        image="<|image_pad|>",
-        specials=QWEN_VISION,
-        preprocessor=_grid_pixels("Qwen2VL"),
-        processor="Qwen3VL",
     ),
     "minicpmv4_6": _kind(
         "minicpmv4_6",
@@ -1777,6 +1815,7 @@ MEDIA_KINDS: dict[str, FolderKind] = {
 }
 """By `model_type`. Every size is tiny, and every picture takes several tiles."""
 VARIANTS: dict[str, FolderKind] = {
+    "paligemma-gemma": _paligemma_kind(partial(_paligemma, text="gemma")),
     "gemma4-large": _gemma4_kind(_gemma4_large),
     "nemotron_h_omni-deaf": _nemotron_kind(_nemotron_h_omni_deaf),
 }

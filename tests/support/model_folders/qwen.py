@@ -77,6 +77,12 @@ def _qwen3_vision(scale: Scale) -> Json:
     }
 
 
+def _qwen3_5_vision(scale: Scale) -> Json:
+    vision = _qwen3_vision(scale)
+    del vision["deepstack_visual_indexes"]
+    return vision
+
+
 def _qwen2_5_omni(scale: Scale, ids: Mapping[str, int]) -> Config:
     from transformers import Qwen2_5OmniThinkerConfig
 
@@ -185,6 +191,17 @@ def _vl_kind(name: str, template: str, config: ConfigBuilder, patch_size: int = 
 INTERLEAVED: Json = {"rope_parameters": {"mrope_interleaved": True}, "head_dim": 16}
 EXPERTS: Json = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
+DELTA_NET: Json = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "rope_parameters": {"mrope_interleaved": True, "partial_rotary_factor": 1.0},
+    "head_dim": 16,
+}
+SHARED: Json = {"shared_expert_intermediate_size": 32}
+
 QWEN_KINDS: dict[str, FolderKind] = {
     "qwen2_vl": _vl_kind(
         "Qwen2VLProcessor", templates.QWEN2_5_VL, _vl("Qwen2VLConfig", {}, _qwen2_vision)
@@ -204,6 +221,18 @@ QWEN_KINDS: dict[str, FolderKind] = {
         "Qwen3VLProcessor",
         templates.QWEN3_VL,
         _vl("Qwen3VLMoeConfig", {**INTERLEAVED, **EXPERTS}, _qwen3_vision),
+        patch_size=16,
+    ),
+    "qwen3_5": _vl_kind(
+        "Qwen3VLProcessor",
+        templates.QWEN3_VL,
+        _vl("Qwen3_5Config", DELTA_NET, _qwen3_5_vision),
+        patch_size=16,
+    ),
+    "qwen3_5_moe": _vl_kind(
+        "Qwen3VLProcessor",
+        templates.QWEN3_VL,
+        _vl("Qwen3_5MoeConfig", {**DELTA_NET, **EXPERTS, **SHARED}, _qwen3_5_vision),
         patch_size=16,
     ),
     "qwen2_5_omni": FolderKind(

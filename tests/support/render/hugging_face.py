@@ -36,6 +36,8 @@ PROCESSORS = {
     "qwen2_5_vl": "qwen2_5_vl.processing_qwen2_5_vl.Qwen2_5_VLProcessor",
     "qwen3_vl": "qwen3_vl.processing_qwen3_vl.Qwen3VLProcessor",
     "qwen3_vl_moe": "qwen3_vl.processing_qwen3_vl.Qwen3VLProcessor",
+    "qwen3_5": "qwen3_vl.processing_qwen3_vl.Qwen3VLProcessor",
+    "qwen3_5_moe": "qwen3_vl.processing_qwen3_vl.Qwen3VLProcessor",
     "qwen2_5_omni_thinker": "qwen2_5_omni.processing_qwen2_5_omni.Qwen2_5OmniProcessor",
     "qwen3_omni_moe_thinker": "qwen3_omni_moe.processing_qwen3_omni_moe.Qwen3OmniMoeProcessor",
     "qwen2_audio": "qwen2_audio.processing_qwen2_audio.Qwen2AudioProcessor",
@@ -45,7 +47,10 @@ FLAT = ("got_ocr2",)
 """Types whose processor takes no list of pictures for each prompt: `apply_chat_template` fails."""
 ASKED_FOR_KINDS = ("cosmos3_edge",)
 """Types whose model needs to know which tokens are of pictures; the processor says it if asked."""
-WITHOUT_VIDEO = ("smolvlm", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+WITHOUT_VIDEO = (
+    *("smolvlm", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"),
+    *("qwen3_5", "qwen3_5_moe"),
+)
 
 
 @cache

@@ -15,7 +15,7 @@ SIZES = [(1, 1), (28, 28), (64, 64), (65, 64), (300, 200), (37, 211), (1000, 30)
 """Widths and heights: tiny, square, one pixel more than whole tiles, wide, high, and very thin."""
 PICTURE_KINDS = (
     *("llava", "pixtral", "mistral3", "gemma3", "idefics3", "smolvlm"),
-    *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen2_5_omni", "nano"),
+    *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen2_5_omni", "nano"),
 )
 SOUND_KINDS = ("qwen2_5_omni", "nano", "qwen2_audio", "voxtral")
 
