@@ -78,6 +78,7 @@ class Request:
         "adapter",
         "alignment",
         "arrival",
+        "encoder_adapter",
         "eos_token_ids",
         "features",
         "frames",
@@ -134,6 +135,8 @@ class Request:
         """Digest of its LoRA adapter; empty: none."""
         self.adapted: AdaptedKeys | None = None
         """Set where the adapter changes encoder outputs."""
+        self.encoder_adapter = b""
+        """`adapter`, where it changes encoder outputs."""
         self.root_hash = root_hash(request.scope, self.adapter)
         self.items = items
         """Key → item, of those the engine holds; kept, since preemption computes them again."""
