@@ -4,6 +4,8 @@ A client asks about the last 64 frames of a film again and again, each time one 
 sends the window as a list of frames (`data:video/jpeg`).
 
     the same film    the server knows all frames of a window but the new one
+    named            as the same film, but frames that were sent before are named by their `uuid`,
+                     and the new one alone is sent
     resent           every step shows frames that were never shown: what each step costs an engine
                      that takes the film as one item
 
@@ -16,6 +18,7 @@ sends the window as a list of frames (`data:video/jpeg`).
 
 Qwen2.5-VL takes frames in pairs, so a window that moves by one frame has other pairs than the one
 before: its pairs are those of two steps ago. The first two windows are left out of the figures.
+Frames are named where a frame is an item by itself: a pair that was never sent has no name.
 """
 
 from __future__ import annotations
@@ -43,6 +46,8 @@ CONTEXT = 32_768
 """Tokens; those of the small folders have fewer than a window."""
 SIZE = (448, 336)
 KINDS = {"Qwen2.5-VL": "qwen2_5_vl", "Qwen3-VL": "qwen3_vl", "InternVL": "media:internvl"}
+ONE_BY_ONE = ("InternVL",)
+"""A frame is an item by itself."""
 COLUMNS = (
     "model, film",
     "API CPU ms",
@@ -88,24 +93,47 @@ def lengthen(folder: Path) -> None:
 
 
 def measure(server: RunningServer, name: str, report: Report, window: int, steps: int) -> None:
-    """Both ways in turn, so that they meet the same machine."""
+    """All ways in turn, so that they meet the same machine."""
     rows: dict[str, list[tuple[float, ...]]] = {"the same film": [], "resent": []}
+    if name in ONE_BY_ONE:
+        rows["named"] = []
     film = [encoded_frame(number) for number in range(window + steps + 2)]
+    other = [encoded_frame(500_000 + number) for number in range(window + steps + 2)]
     for step in range(steps + 2):
+        ways = {"the same film": joined(film[step : step + window])}
+        if name in ONE_BY_ONE:
+            ways["named"] = named(other, step, window)
         new = [encoded_frame(1_000_000 + window * step + number) for number in range(window)]
-        for way, frames in (("the same film", film[step : step + window]), ("resent", new)):
-            figures = ask(server, frames)
+        ways["resent"] = joined(new)
+        for way, url in ways.items():
+            figures = ask(server, url)
             if step >= 2:
                 rows[way].append(figures)
     for way, found in rows.items():
         report.add(f"{name}, {way}", *map(median, zip(*found, strict=True)))
 
 
-def ask(server: RunningServer, frames: Sequence[bytes]) -> tuple[float, ...]:
-    """One step: the figures of the columns."""
+def joined(frames: Sequence[bytes]) -> str:
+    """A data URL of a list of frames."""
     listed = ",".join(base64.b64encode(frame).decode() for frame in frames)
-    url = {"url": f"data:video/jpeg;base64,{listed}", "fps": 2}
-    content = [{"type": "video_url", "video_url": url}, {"type": "text", "text": "What is new?"}]
+    return f"data:video/jpeg;base64,{listed}"
+
+
+def named(film: Sequence[bytes], step: int, window: int) -> list[dict[str, str]]:
+    """The window of a step; only frames that were in no window before have bytes."""
+    begin = 0 if step == 0 else step + window - 1
+    return [
+        {"uuid": f"frame {number}"}
+        if number < begin
+        else {"uuid": f"frame {number}", "url": joined([film[number]])}
+        for number in range(step, step + window)
+    ]
+
+
+def ask(server: RunningServer, url: str | list[dict[str, str]]) -> tuple[float, ...]:
+    """One step: the figures of the columns. `url`: a film's, or its frames."""
+    film = {"type": "video_url", "video_url": {"url": url, "fps": 2}}
+    content = [film, {"type": "text", "text": "What is new?"}]
     body = json.dumps(
         {
             "messages": [{"role": "user", "content": content}],
