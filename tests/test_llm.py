@@ -332,6 +332,42 @@ def test_a_session_is_refused_what_it_cannot_do(llm):
     until(lambda: llm.stats()["sessions_open"] == 0, 60, lambda: "a session is open")
 
 
+def test_calls_name_adapters_and_a_session_keeps_its_own(llm, tmp_path):
+    model = load_model(ModelConfig(folder=str(NANO_FOLDER), served_name="nano"))
+    one = make_adapter(NANO_FOLDER, model, tmp_path / "one", target_modules="all-linear")
+    two = another(one, tmp_path / "two")
+    question = ask(RED_SQUARE, "What is in the picture?")
+
+    def answers(**options):
+        (chat,) = llm.chat(question, GREEDY, **options)
+        (text,) = llm.generate("Tell me", GREEDY, **options)
+        return chat.text, text.text
+
+    llm.load_lora("a", one)
+    plain, with_one = answers(), answers(lora="a")
+    assert plain[0] == "a red square"
+    assert plain != with_one
+    assert "".join(llm.stream_chat(question, GREEDY, lora="a")) == with_one[0]
+    with llm.session(question, GREEDY, lora="a") as session:
+        assert session.answer() == with_one[0]
+        llm.unload_lora("a")
+        llm.load_lora("a", two)
+        session.append(question)
+        second = session.answer()
+    assert answers(lora="a") not in (plain, with_one)
+    with pytest.raises(BadRequestError, match="its folder has no adapter_config"):
+        llm.load_lora("b", tmp_path)
+    with pytest.raises(ModelNotFoundError, match="'b'"):
+        llm.chat(question, lora="b")
+    llm.load_lora("a", one, replace=True)
+    assert llm.loras == ["a"]
+    with llm.session(question, GREEDY, lora="a") as session:
+        assert session.answer() == with_one[0]
+        session.append(question)
+        assert session.answer() == second
+    llm.unload_lora("a")
+
+
 def test_wrong_options_are_refused_before_anything_starts():
     with pytest.raises(ConfigError, match="--dtype"):
         LLM("nano", dtype="float7")
@@ -461,42 +497,6 @@ def test_many_prompts_take_every_place_in_the_batch(llm):
         llm.generate("Once", GREEDY)
     session.close()
     llm.close()
-
-
-def test_calls_name_adapters_and_a_session_keeps_its_own(llm, tmp_path):
-    model = load_model(ModelConfig(folder=str(NANO_FOLDER), served_name="nano"))
-    one = make_adapter(NANO_FOLDER, model, tmp_path / "one", target_modules="all-linear")
-    two = another(one, tmp_path / "two")
-    question = ask(RED_SQUARE, "What is in the picture?")
-
-    def answers(**options):
-        (chat,) = llm.chat(question, GREEDY, **options)
-        (text,) = llm.generate("Tell me", GREEDY, **options)
-        return chat.text, text.text
-
-    llm.load_lora("a", one)
-    plain, with_one = answers(), answers(lora="a")
-    assert plain[0] == "a red square"
-    assert plain != with_one
-    assert "".join(llm.stream_chat(question, GREEDY, lora="a")) == with_one[0]
-    with llm.session(question, GREEDY, lora="a") as session:
-        assert session.answer() == with_one[0]
-        llm.unload_lora("a")
-        llm.load_lora("a", two)
-        session.append(question)
-        second = session.answer()
-    assert answers(lora="a") not in (plain, with_one)
-    with pytest.raises(BadRequestError, match="its folder has no adapter_config"):
-        llm.load_lora("b", tmp_path)
-    with pytest.raises(ModelNotFoundError, match="'b'"):
-        llm.chat(question, lora="b")
-    llm.load_lora("a", one, replace=True)
-    assert llm.loras == ["a"]
-    with llm.session(question, GREEDY, lora="a") as session:
-        assert session.answer() == with_one[0]
-        session.append(question)
-        assert session.answer() == second
-    llm.unload_lora("a")
 
 
 @pytest.mark.parametrize("lora", [{"a": "/nowhere"}, ["a=/nowhere"], "a=/nowhere"])
