@@ -114,6 +114,10 @@ test-openapi: $(STAMP)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev,dev-openapi]"
 	@$(BIN)/python -m pytest tests/clients/test_schemathesis.py -rs
 
+# An environment of its own that sees the packages of ours.
+PURELIB = -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
+SEES_OURS = $(BIN)/python $(PURELIB) > $$($(1)/bin/python $(PURELIB))/lookonce.pth
+
 # Clients of other makers, unmodified, of pinned versions. They get an environment of their own, which sees this
 # one's packages; those for Node.js are skipped by name where it is absent.
 CLIENTS_VENV := .venv-clients
@@ -125,7 +129,7 @@ CLIENTS_TABLE = $(CLIENTS_VENV)/bin/python tools/clients_table.py .venv-*/client
 
 $(CLIENTS_VENV)/.installed: $(STAMP) $(CLIENTS)/requirements.txt $(CLIENTS)/constraints.txt $(CLIENTS)/node/package.json
 	@test -x $(CLIENTS_VENV)/bin/python || $(BIN)/python -m venv $(CLIENTS_VENV)
-	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$($(CLIENTS_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/lookonce.pth
+	@$(call SEES_OURS,$(CLIENTS_VENV))
 	@echo "installing other makers' clients: three minutes"
 	@$(CLIENTS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r $(CLIENTS)/requirements.txt
 	@if command -v npm >/dev/null; then cd $(CLIENTS)/node && npm install --silent --no-audit --no-fund --no-package-lock; fi
@@ -154,7 +158,7 @@ FLEET_VENV := .venv-fleet
 
 $(FLEET_VENV)/.installed: $(STAMP) pyproject.toml
 	@test -x $(FLEET_VENV)/bin/python || $(BIN)/python -m venv $(FLEET_VENV)
-	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$($(FLEET_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/lookonce.pth
+	@$(call SEES_OURS,$(FLEET_VENV))
 	@$(BIN)/python -c '$(call NEEDS,*x["fleet"])' > $(FLEET_VENV)/needs.txt
 	@$(FLEET_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r $(FLEET_VENV)/needs.txt
 	@touch $@
@@ -201,7 +205,7 @@ FUZZ_SECONDS ?= 60
 
 $(FUZZ_VENV)/.installed: $(STAMP)
 	@test -x $(FUZZ_VENV)/bin/python || $(BIN)/python -m venv $(FUZZ_VENV)
-	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$($(FUZZ_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/lookonce.pth
+	@$(call SEES_OURS,$(FUZZ_VENV))
 	@$(FUZZ_VENV)/bin/python -m pip install --quiet --disable-pip-version-check "atheris>=3,<4"
 	@touch $@
 

@@ -169,6 +169,13 @@ class KVConfig:
     state_cache_bytes: int = GIB // 4
     """For snapshots of states, of a model that keeps states beside keys and values."""
 
+    def num_snapshots(self, state_bytes: int) -> int:
+        """Snapshots there is room for, of a model whose states take so many bytes each; 0: it has
+        none, or no prefix is cached."""
+        if not (state_bytes and self.prefix_caching):
+            return 0
+        return self.state_cache_bytes // state_bytes
+
 
 @dataclass(frozen=True, slots=True)
 class EncoderConfig:

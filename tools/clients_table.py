@@ -19,11 +19,7 @@ PAGE = ROOT / "docs" / "clients.md"
 NODE = ROOT / "tests" / "clients" / "node" / "node_modules"
 OPENAI = r"end_to_end.test_(openai_client|responses|documents)\.test_(?!anthropic)|test_openai_"
 CLIENTS = (
-    (
-        "OpenAI's client for Python",
-        "openai",
-        r"end_to_end.test_(openai_client|responses|documents)|test_openai_",
-    ),
+    ("OpenAI's client for Python", "openai", OPENAI),
     ("OpenAI's Agents SDK", "openai-agents", r"test_agents_sdk|test_realtime_agents"),
     ("Anthropic's client for Python", "anthropic", r"test_anthropic"),
     ("LangChain", "langchain-openai", r"test_langchain"),
@@ -46,7 +42,7 @@ HEAD = """\
 # Clients of other makers
 
 Each was used as published, in the version named, against a real server with nano. This page is
-printed by `make test-clients` (`tools/clients_table.py`); the tests are in `tests/clients`. Open
+written by `make test-clients` (`tools/clients_table.py`); the tests are in `tests/clients`. Open
 WebUI's row is that of the last `make test-open-webui`. Some of these hold OpenAI's client for
 Python below its newest version, which `make test` uses for the same tests.
 

@@ -45,7 +45,7 @@ no cost, the first in line then waits at most so many times its own encoding."""
 
 
 EncodeOwners: TypeAlias = list[tuple[Request, range]]
-"""For the encoder runs of a step, in order: the request's statistics and the feature indices. Many
+"""For the encoder runs of a step, in order: the request and the feature indices. Many
 items of one request take one entry, which the garbage collector tracks at less cost."""
 
 

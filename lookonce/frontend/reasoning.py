@@ -24,6 +24,7 @@ from lookonce.frontend.responses import ToolCall
 from lookonce.frontend.tools import harmony
 from lookonce.frontend.tools.calls import AnswerDelta, ToolCalling, reader_of
 from lookonce.frontend.tools.parser import ReasoningText
+from lookonce.render.prompt.detokenizer import num_begun
 from lookonce.types.request import RenderedPrompt
 from lookonce.types.sampling import SamplingParams
 
@@ -252,7 +253,7 @@ class ReasoningReader:
         elif last:
             self._held = ""
         else:
-            thought = thought[: len(thought) - _num_begun(self._end, thought)]
+            thought = thought[: len(thought) - num_begun([self._end], thought)]
         shown = thought.rstrip()
         if not ended and not last:
             self._held = self._held[len(shown) :]
@@ -260,13 +261,6 @@ class ReasoningReader:
             shown = shown.lstrip()
             self._has_text = bool(shown)
         return [ReasoningText(shown)] if shown else []
-
-
-def _num_begun(marker: str, text: str) -> int:
-    """Characters at the end of `text` that `marker` begins with."""
-    longest = min(len(marker) - 1, len(text))
-    lengths = range(longest, 0, -1)
-    return next((n for n in lengths if marker.startswith(text[-n:])), 0)
 
 
 class ReasoningTokens:

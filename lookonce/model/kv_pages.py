@@ -16,6 +16,7 @@ import contextlib
 import math
 import mmap
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -74,7 +75,7 @@ class KVPages:
         self.layers = tuple(LayerPages(*pair) for pair in zip(keys, values, strict=True))
         self._numbers = layer_numbers
 
-    @property
+    @cached_property
     def by_number(self) -> Sequence[LayerPages] | Mapping[int, LayerPages]:
         """The pages of each layer that has any, by its number in the decoder."""
         if self._numbers is None:

@@ -4,7 +4,7 @@ attention.
 A sequence has one state, of a fixed size, however long it is. The pool holds a row for each row of
 the input batch, and snapshots: copies of states as they were at the end of a KV block.
 
-    tensors[spec]   [num_rows + num_snapshots, *shape]
+    tensors[key]    [num_rows + num_snapshots, *shape]
                      rows of the batch ──┘ └── snapshots, which the scheduler assigns
 
 The layers that have states (mixers) are transformers' own modules. They take a batch of sequences
@@ -70,9 +70,7 @@ class StatePool:
         num_snapshots: int = 0,
         device: torch.device | str = "cpu",
     ) -> None:
-        self.layout = layout
         self.num_rows = num_rows
-        self.num_snapshots = num_snapshots
         self.device = torch.device(device)
         count = num_rows + num_snapshots
         self.tensors = {

@@ -56,10 +56,17 @@ class RequestLog:
     ) -> None:
         os.close(self._file)
 
-    def note(self, generation: PromptGeneration, arrival: float, tenant: str) -> None:
-        """Write a line for a prompt whose answer has ended, however it did. `arrival`: of its
-        request, monotonic seconds. Of several samples the first is told."""
-        line = msgspec.json.encode(self._line(generation, arrival, tenant)) + b"\n"
+    def note(
+        self,
+        generation: PromptGeneration,
+        media: tuple[LoggedMedium, ...],
+        arrival: float,
+        tenant: str,
+    ) -> None:
+        """Write a line for a prompt whose answer has ended, however it did. `media`: what `media`
+        said of the prompt; `arrival`: of its request, monotonic seconds. Of several samples the
+        first is told."""
+        line = msgspec.json.encode(self._line(generation, media, arrival, tenant)) + b"\n"
         try:
             os.write(self._file, line)
         except OSError as error:
@@ -67,7 +74,13 @@ class RequestLog:
                 logger.error("--request-log cannot be written: %s", error.strerror)
             self._failed = True
 
-    def _line(self, generation: PromptGeneration, arrival: float, tenant: str) -> LoggedRequest:
+    def _line(
+        self,
+        generation: PromptGeneration,
+        media: tuple[LoggedMedium, ...],
+        arrival: float,
+        tenant: str,
+    ) -> LoggedRequest:
         rendered, stats = generation.rendered, generation.reuse_stats
         now, output = time.monotonic(), generation.recorded or []
         first = generation.first_delta
@@ -80,7 +93,7 @@ class RequestLog:
             prompt_tokens=rendered.num_tokens,
             output_tokens=len(output),
             blocks=encode_blocks(self.blocks(rendered, output)),
-            media=self._media(rendered),
+            media=media,
             tenant=self._digest(tenant.encode(), 4).hex() if tenant else "",
             first_token=first - arrival if first else 0.0,
             seconds=now - arrival,
@@ -106,7 +119,8 @@ class RequestLog:
             digests += hashed.digest(length=BLOCK_BYTES)
         return bytes(digests)
 
-    def _media(self, rendered: RenderedPrompt) -> tuple[LoggedMedium, ...]:
+    def media(self, rendered: RenderedPrompt) -> tuple[LoggedMedium, ...]:
+        """What is told of a prompt's media; their bytes are let go once the engine has them."""
         listed = []
         for feature, item in zip(rendered.features, rendered.items, strict=False):
             encoded = item.encoded or b""

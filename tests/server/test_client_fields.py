@@ -339,7 +339,7 @@ def test_operators_routes_of_other_servers_answer(on_site):
     on_site(scenario)
 
 
-def test_server_info_shows_no_secret_and_needs_an_admin(on_site):
+def test_server_info_shows_no_secret_and_needs_an_admin(on_site, tmp_path):
     async def scenario(site):
         key = {"Authorization": "Bearer user-key"}
         assert (await site.client.get("/server_info", headers=key)).status_code == 403
@@ -347,12 +347,14 @@ def test_server_info_shows_no_secret_and_needs_an_admin(on_site):
         shown = (await site.client.get("/server_info", headers=key)).text
         assert "hush" not in shown
         assert "digest" not in shown
+        assert site.services.config.server.request_log.secret not in shown
         assert "example.org" in shown
 
     on_site(
         scenario,
         api_key=("a:user-key", "b:admin-key:admin"),
         kv_tier=("valkey://me:hush@example.org:6379",),
+        request_log=str(tmp_path / "log"),
     )
 
 

@@ -14,6 +14,10 @@ from lookonce.server.request_log import RequestLog
 from lookonce.simulate.trace import read_trace, token_ids
 from lookonce.types.media import MediaFeature
 from lookonce.types.request import RenderedPrompt
+from tests.support.drawing import image_part, text_part
+from tests.support.model.cases import picture
+from tests.support.nodes import engine_node, run
+from tests.support.server.media import chat, encoded
 
 
 def log_at(folder: Path) -> RequestLog:
@@ -73,6 +77,25 @@ def test_each_request_is_a_line_that_the_simulation_reads(on_site, tmp_path):
     assert second.output_tokens == 3
     shared = token_ids(first)[: first.prompt_tokens // 16 * 16]
     assert np.array_equal(shared, token_ids(second)[: len(shared)])
+
+
+def test_media_are_told_with_their_bytes_and_pixels(folder, tmp_path):
+    shown = picture(1, 120, 80)
+    part = image_part(shown)
+
+    async def scenario():
+        async with engine_node(folder("qwen2_5_omni")) as node:
+            with log_at(tmp_path) as node.services.request_log:
+                await node.ok("/v1/chat/completions", chat(part))
+                await node.ok("/v1/chat/completions", chat(text_part("again"), part))
+
+    run(scenario())
+    first, second = map(json.loads, (tmp_path / "log").read_text().splitlines())
+    (medium,), (again,) = first["media"], second["media"]
+    assert medium["num_bytes"] == again["num_bytes"] == len(encoded(part)[1])
+    assert medium["pixels"] == again["pixels"] == 120 * 80
+    assert medium["key"] == again["key"]
+    assert medium["offset"] < again["offset"]
 
 
 def test_without_the_option_nothing_is_kept(on_site):

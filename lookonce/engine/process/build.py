@@ -56,7 +56,7 @@ def assemble(
     )
     snapshots = None
     if info.state_bytes:
-        num_snapshots = settings.kv.state_cache_bytes // info.state_bytes
+        num_snapshots = settings.kv.num_snapshots(info.state_bytes)
         snapshots = StateSnapshots(num_snapshots, info.state_bytes)
     scheduler = Scheduler(
         SchedulerState(

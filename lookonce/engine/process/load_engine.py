@@ -134,11 +134,7 @@ def make_runner(
         max_num_batched_tokens=settings.scheduler.max_num_batched_tokens,
         threads=threads,
         adapters=settings.lora is not None,
-        num_snapshots=(
-            settings.kv.state_cache_bytes // loaded.info.state_bytes
-            if loaded.info.state_bytes
-            else 0
-        ),
+        num_snapshots=settings.kv.num_snapshots(loaded.info.state_bytes),
     )
 
 

@@ -104,13 +104,21 @@ class WindowTextStream:
         return self._tokenizer.decode(kept, skip_special_tokens=False)
 
 
+def num_begun(markers: Sequence[str], text: str) -> int:
+    """Length of the longest end of `text` with which one of `markers` begins, but is not whole."""
+    longest = max(map(len, markers), default=0)
+    for length in range(min(longest - 1, len(text)), 0, -1):
+        if any(marker.startswith(text[-length:]) for marker in markers):
+            return length
+    return 0
+
+
 class StopSearch:
     """Finds the stop string that is complete first, in a text that comes in pieces."""
 
     def __init__(self, stops: Sequence[str], *, include_stop: bool = False) -> None:
         # Of two stop strings that end at the same place, the longer one began first.
         self._stops = sorted(stops, key=len, reverse=True)
-        self._longest = max(map(len, stops), default=0)
         self._include_stop = include_stop
         self._held = ""
         self.stopped: str | None = None
@@ -123,7 +131,7 @@ class StopSearch:
             end, self.stopped = found
             self._held = ""
             return text[: end if self._include_stop else end - len(self.stopped)]
-        held = self._num_held(text)
+        held = num_begun(self._stops, text)
         self._held = text[len(text) - held :]
         return text[: len(text) - held]
 
@@ -140,13 +148,6 @@ class StopSearch:
             if start >= 0 and (best is None or start + len(stop) < best[0]):
                 best = start + len(stop), stop
         return best
-
-    def _num_held(self, text: str) -> int:
-        """Length of the longest suffix of `text` that a stop string begins with."""
-        for length in range(min(self._longest - 1, len(text)), 0, -1):
-            if any(stop.startswith(text[-length:]) for stop in self._stops):
-                return length
-        return 0
 
 
 class Detokenizer:

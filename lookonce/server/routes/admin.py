@@ -111,7 +111,7 @@ class ServerInfo(msgspec.Struct):
     config: dict[str, Any]
 
 
-SECRET = frozenset({"api_keys", "username", "password", "limits"})
+SECRET = frozenset({"api_keys", "username", "password", "limits", "secret"})
 """Fields of the configuration, at any depth, that no client is shown."""
 
 

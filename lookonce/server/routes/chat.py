@@ -115,8 +115,8 @@ class ChatResponseBuilder:
 
     async def render(self) -> None:
         context, body = self._context, self._body
+        continued = continued_text(body)
         messages, body.messages = body.messages, []  # media are not kept while tokens are generated
-        continued = text_of(messages[-1]) if body.continue_final_message else None
         context.usage_limits.take_media(count_media(messages))
         with context.services.metrics.render.time():
             rendered = await context.services.renderer.render_chat(
@@ -246,9 +246,11 @@ def shows_reasoning(body: ChatRequest) -> bool:
     return body.include_reasoning is not False and not excluded
 
 
-def text_of(message: Mapping[str, Any]) -> str:
-    """The text of a message's content."""
-    content = message.get("content")
+def continued_text(body: ChatRequest) -> str | None:
+    """The text of the last message, which the answer continues; None where it begins anew."""
+    if not body.continue_final_message:
+        return None
+    content = body.messages[-1].get("content")
     if isinstance(content, str):
         return content
     parts = content if isinstance(content, list) else ()

@@ -29,7 +29,7 @@ from lookonce.frontend.tools.calls import read_tools, tool_calling
 from lookonce.server.http.body import receive
 from lookonce.server.http.responses import encode, json_response, while_connected
 from lookonce.server.rate_limits import RequestUsage, count_media
-from lookonce.server.routes.chat import chat_options, checked_chat, text_of
+from lookonce.server.routes.chat import chat_options, checked_chat, continued_text
 from lookonce.server.routes.completions import named_prompts
 from lookonce.server.routes.generate import Features, MediaForm, features_of
 from lookonce.server.routes.serving_base import apply_controls, check_body, request_id_of
@@ -76,7 +76,7 @@ async def render_chat(request: Request) -> Response:
     usage.take_media(count_media(body.messages))
     usage.take_tokens(0, 1)  # how many there will be is not known
     answers = AnswerReaders(tools, services.reasoning, services.renderer)
-    continued = text_of(body.messages[-1]) if body.continue_final_message else None
+    continued = continued_text(body)
 
     async def render() -> RenderedBody:
         rendered = await services.readonly.render_chat(

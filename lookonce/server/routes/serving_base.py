@@ -46,6 +46,7 @@ from lookonce.server.rate_limits import NO_LIMITS, RequestUsage
 from lookonce.server.services import Principal, Services, header
 from lookonce.types.logs import current_request_id
 from lookonce.types.request import RenderedPrompt
+from lookonce.types.request_trace import LoggedMedium
 from lookonce.types.sampling import SamplingParams
 
 MAX_SCORED = 600_000
@@ -196,6 +197,8 @@ class ServingContext:
     """Called when the request ends, however it does."""
     _entries: dict[int, PromptEntries] = field(default_factory=dict)
     _prompts: list[RenderedPrompt] = field(default_factory=list)
+    _logged: list[tuple[PromptGeneration, tuple[LoggedMedium, ...]]] = field(default_factory=list)
+    """What the request log tells at the end."""
 
     def __enter__(self) -> None:
         """Around rendering and generating. Inside, the client may abort the request by its id; at
@@ -205,10 +208,10 @@ class ServingContext:
     def __exit__(self, *_: object) -> None:
         self.services.running.forget(self.principal.tenant, self.request_id, self.abort)
         self.usage_limits.generated(sum(each.completion_tokens for each in self.generations))
-        log = self.services.request_log
+        if (log := self.services.request_log) is not None:
+            for generation, media in self._logged:
+                log.note(generation, media, self.arrival, self.principal.tenant)
         for generation in self.generations:
-            if log is not None and generation.recorded is not None:
-                log.note(generation, self.arrival, self.principal.tenant)
             if generation.reuse_stats is not None:
                 self.services.savings.count(
                     self.principal.tenant, generation.rendered, generation.reuse_stats
@@ -248,12 +251,13 @@ class ServingContext:
             limit_asked=self.limit_asked,
             pools=pools,
         )
-        if self.services.request_log is not None and not pools:
-            generation.recorded = []
         most = 0 if pools else generation.sampling.max_tokens or 0
         self.usage_limits.take_tokens(rendered.num_tokens, most * sampling.n)
         self.watch(generation)
         self._count_scored(rendered, sampling, scored_by)
+        if (log := self.services.request_log) is not None and not pools:
+            generation.recorded = []
+            self._logged.append((generation, log.media(rendered)))
 
     def _count_scored(
         self, rendered: RenderedPrompt, sampling: SamplingParams, scored_by: str

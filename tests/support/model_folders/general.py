@@ -36,9 +36,7 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
     "hunyuan_v1_moe": {"head_dim": 16, "moe_topk": 2},
     "granitemoehybrid": {
         "layer_types": ["linear_attention", "full_attention"] * 2,
-        "mamba_n_heads": 8,
-        "mamba_d_head": 16,
-        "mamba_d_state": 16,
+        **MAMBA,
         "num_local_experts": 4,
     },
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": WINDOW},
