@@ -205,8 +205,7 @@ class EncoderScheduler:
         if total > step.encoder.left or not cache.try_allocate_many(keys, rows, sequence.seq_id):
             return False
         step.encoder.spend(total)
-        adapters = repeat(request.adapter if request.adapted is not None else b"")
-        step.encode += map(EncodeItem, keys, items, adapters)
+        step.encode += map(EncodeItem, keys, items, repeat(request.encoder_adapter))
         step.encode_owners.append((request, indices))
         for index in request.reuse_stats.listed(indices):
             request.reuse_stats.note(index, "miss")
@@ -358,8 +357,7 @@ class StepPass:
     ) -> None:
         """Encode `item`, for the feature `index` of a request."""
         self.encoder.spend(rows)
-        adapter = request.adapter if request.adapted is not None else b""
-        self.encode.append(EncodeItem(key, item, adapter))
+        self.encode.append(EncodeItem(key, item, request.encoder_adapter))
         self.encode_owners.append((request, range(index, index + 1)))
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
+import msgspec
 import pytest
 
 from lookonce.core import planning
@@ -21,6 +22,7 @@ from lookonce.core.preemption import Preemption, SessionEviction
 from lookonce.core.request import Sequence, SequenceState, root_hash
 from lookonce.core.scheduler import UpdateFromOutput
 from lookonce.core.scheduler_state import RequestQueues, SchedulerState
+from lookonce.types.lora import LoRAIdentity
 from lookonce.types.request import GenerateRequest
 from lookonce.types.sampling import SamplingParams
 from tests.support.core.builders import Limits, feature, model_info, request, text
@@ -65,6 +67,20 @@ def two_tenants_with_the_same_prompt() -> None:
     prompts = [request(name, text(30), scope=name.encode() * 32) for name in "ab"]
     engine = serve(Limits(), prompts, one_by_one=True)
     assert engine.reuse_stats["b"].prefix_cached_tokens == 0
+
+
+def the_same_prompt_with_and_without_an_adapter() -> None:
+    plain, adapted = request("a", text(30)), request("b", text(30))
+    adapted = msgspec.structs.replace(adapted, adapter=LoRAIdentity(b"a" * 32))
+    engine = serve(Limits(), [plain, adapted], one_by_one=True)
+    assert engine.reuse_stats["b"].prefix_cached_tokens == 0
+
+
+def a_picture_with_and_without_an_adapter_of_the_encoder() -> None:
+    plain, adapted = (request(name, text(30), [feature("x", 4, 8)]) for name in "ab")
+    adapted = msgspec.structs.replace(adapted, adapter=LoRAIdentity(b"a" * 32, b"e" * 32))
+    engine = serve(Limits(), [plain, adapted], one_by_one=True)
+    assert len(engine.runner.encoded) == 2
 
 
 def the_same_prompt_twice() -> None:
@@ -237,8 +253,12 @@ def reuse_all(state: SchedulerState, sequence: Sequence) -> int:
     return state.max_cached_blocks(len(sequence.tokens))
 
 
-def root_for_all(_scope: bytes) -> bytes:
-    return root_hash(b"")
+def root_for_all(_scope: bytes, adapter: bytes) -> bytes:
+    return root_hash(b"", adapter)
+
+
+def root_without_adapter(scope: bytes, _adapter: bytes) -> bytes:
+    return root_hash(scope)
 
 
 def allocate_unheld(cache: EncoderCache, key: bytes, rows: int, _holder: int) -> object:
@@ -257,6 +277,14 @@ RULES: dict[str, tuple[Workload, list[Patch]]] = {
     "scope enters the block hashes": (
         two_tenants_with_the_same_prompt,
         [(request_module, "root_hash", root_for_all)],
+    ),
+    "the adapter enters the block hashes": (
+        the_same_prompt_with_and_without_an_adapter,
+        [(request_module, "root_hash", root_without_adapter)],
+    ),
+    "an adapter of the encoder enters the items' keys": (
+        a_picture_with_and_without_an_adapter_of_the_encoder,
+        [(request_module.AdaptedKeys, "key", lambda _, sent: sent)],
     ),
     "at least one token is computed": (
         the_same_prompt_twice,
