@@ -94,7 +94,7 @@ test-lmcache: $(LMCACHE_VENV)/.installed
 # Every text-only type that transformers knows, served as listed or refused, all types with media that the
 # general family serves, and what `make test` tries with some types, with all.
 test-models: $(STAMP)
-	@ALL_MODELS=1 $(BIN)/python -m pytest --numprocesses 2 --timeout 3600 $(addprefix tests/model/test_,general_text.py general_media.py states.py parity.py parity_chat.py parity_controls.py device_waits.py) \
+	@ALL_MODELS=1 $(BIN)/python -m pytest --numprocesses 2 --timeout 3600 $(addprefix tests/model/test_,general_text.py general_media.py states.py lora.py parity.py parity_chat.py parity_controls.py device_waits.py) \
 	  tests/server/routes/test_render.py tests/end_to_end/test_general_media.py
 
 # On the first NVIDIA GPU: steps that wait once, with the answers of a CPU, and the start of what a server needs.

@@ -29,7 +29,7 @@ from lookonce.render.media.processing import MediaJob, Processing, ProcessingSet
 from lookonce.render.media.resolver import MAX_SIDE_BY_SIDE
 from tests.support.drawing import ask, encoded, picture
 from tests.support.live_server import until
-from tests.support.model.adapters import make_adapter
+from tests.support.model.adapters import another, make_adapter
 
 GREEDY = SamplingParams(temperature=0, max_tokens=40)
 ENDLESS = SamplingParams(ignore_eos=True, max_tokens=3000)
@@ -37,9 +37,10 @@ RED_SQUARE = picture(("red", "square"))
 
 
 @pytest.fixture(scope="module")
-def llm() -> Iterator[LLM]:
+def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
     """Two are computed side by side, and the queue asked for is too short for any call."""
-    with LLM("nano", max_num_seqs=2, max_queue=1) as llm:
+    adapters = tmp_path_factory.mktemp("adapters")
+    with LLM("nano", max_num_seqs=2, max_queue=1, lora_dir=adapters) as llm:
         yield llm
 
 
@@ -331,6 +332,42 @@ def test_a_session_is_refused_what_it_cannot_do(llm):
     until(lambda: llm.stats()["sessions_open"] == 0, 60, lambda: "a session is open")
 
 
+def test_calls_name_adapters_and_a_session_keeps_its_own(llm, tmp_path):
+    model = load_model(ModelConfig(folder=str(NANO_FOLDER), served_name="nano"))
+    one = make_adapter(NANO_FOLDER, model, tmp_path / "one", target_modules="all-linear")
+    two = another(one, tmp_path / "two")
+    question = ask(RED_SQUARE, "What is in the picture?")
+
+    def answers(**options):
+        (chat,) = llm.chat(question, GREEDY, **options)
+        (text,) = llm.generate("Tell me", GREEDY, **options)
+        return chat.text, text.text
+
+    llm.load_lora("a", one)
+    plain, with_one = answers(), answers(lora="a")
+    assert plain[0] == "a red square"
+    assert plain != with_one
+    assert "".join(llm.stream_chat(question, GREEDY, lora="a")) == with_one[0]
+    with llm.session(question, GREEDY, lora="a") as session:
+        assert session.answer() == with_one[0]
+        llm.unload_lora("a")
+        llm.load_lora("a", two)
+        session.append(question)
+        second = session.answer()
+    assert answers(lora="a") not in (plain, with_one)
+    with pytest.raises(BadRequestError, match="its folder has no adapter_config"):
+        llm.load_lora("b", tmp_path)
+    with pytest.raises(ModelNotFoundError, match="'b'"):
+        llm.chat(question, lora="b")
+    llm.load_lora("a", one, replace=True)
+    assert llm.loras == ["a"]
+    with llm.session(question, GREEDY, lora="a") as session:
+        assert session.answer() == with_one[0]
+        session.append(question)
+        assert session.answer() == second
+    llm.unload_lora("a")
+
+
 def test_wrong_options_are_refused_before_anything_starts():
     with pytest.raises(ConfigError, match="--dtype"):
         LLM("nano", dtype="float7")
@@ -462,36 +499,7 @@ def test_many_prompts_take_every_place_in_the_batch(llm):
     llm.close()
 
 
-def test_calls_name_adapters_and_a_session_keeps_its_own(tmp_path):
-    model = load_model(ModelConfig(folder=str(NANO_FOLDER), served_name="nano"))
-    for seed, name in enumerate(("one", "two")):
-        make_adapter(NANO_FOLDER, model, tmp_path / name, seed=seed, target_modules="all-linear")
-    question = ask(RED_SQUARE, "What is in the picture?")
-    with LLM("nano", lora={"a": tmp_path / "one"}) as llm:
-
-        def answers(**options):
-            (chat,) = llm.chat(question, GREEDY, **options)
-            (text,) = llm.generate("Tell me", GREEDY, **options)
-            return chat.text, text.text
-
-        plain, with_a = answers(), answers(lora="a")
-        assert plain[0] == "a red square"
-        assert plain != with_a
-        assert "".join(llm.stream_chat(question, GREEDY, lora="a")) == with_a[0]
-        with llm.session(question, GREEDY, lora="a") as session:
-            assert session.answer() == with_a[0]
-            llm.unload_lora("a")
-            llm.load_lora("a", tmp_path / "two")
-            session.append(question)
-            one = session.answer()
-        assert answers(lora="a") not in (plain, with_a)
-        with pytest.raises(BadRequestError, match="its folder has no adapter_config"):
-            llm.load_lora("b", tmp_path)
-        assert llm.loras == ["a"]
-        with pytest.raises(ModelNotFoundError, match="'b'"):
-            llm.chat(question, lora="b")
-        llm.load_lora("first", tmp_path / "one")
-        with llm.session(question, GREEDY, lora="first") as session:
-            assert session.answer() == with_a[0]
-            session.append(question)
-            assert session.answer() == one
+@pytest.mark.parametrize("lora", [{"a": "/nowhere"}, ["a=/nowhere"], "a=/nowhere"])
+def test_adapters_are_a_mapping_or_texts(lora):
+    with pytest.raises(ConfigError, match="--lora: /nowhere is not a folder"):
+        LLM("nano", lora=lora)

@@ -133,10 +133,10 @@ class Request:
         identity = request.adapter
         self.adapter = b"" if identity is None else identity.digest
         """Digest of its LoRA adapter; empty: none."""
+        self.encoder_adapter = self.adapter if identity and identity.encoder_digest else b""
+        """The same where it changes encoder outputs."""
         self.adapted: AdaptedKeys | None = None
-        """Set where the adapter changes encoder outputs."""
-        self.encoder_adapter = b""
-        """`adapter`, where it changes encoder outputs."""
+        """Set there, too."""
         self.root_hash = root_hash(request.scope, self.adapter)
         self.items = items
         """Key → item, of those the engine holds; kept, since preemption computes them again."""

@@ -66,8 +66,7 @@ class RequestValidator:
             self.check_frames(request.frames)
         eos_token_ids = self._model.eos_token_ids
         built = Request(request, prompt, features, items, eos_token_ids, in_order)
-        if adapted is not None:
-            built.adapted, built.encoder_adapter = adapted, built.adapter
+        built.adapted = adapted
         built.pooling = self._model.pooling
         if self._model.longest_bidirectional_prompt:
             built.root_hash = whole_prompt_root(built.root_hash, prompt, features)

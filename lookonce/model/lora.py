@@ -366,18 +366,24 @@ class RunnerLoRA:
         if adapter:
             self._of_sequence[seq_id] = adapter
 
+    @property
+    def in_use(self) -> bool:
+        """Whether some sequence has an adapter; only then steps ask."""
+        return bool(self._of_sequence)
+
     def remove(self, seq_ids: Iterable[int]) -> None:
         if self._of_sequence:
             for seq_id in seq_ids:
                 self._of_sequence.pop(seq_id, None)
+            if not self._of_sequence:
+                self.hooks.remove()
 
     def step(self, seq_ids: Sequence[int], lengths: Sequence[int]) -> StepLoRA | None:
         """What adapters add in a step of these sequences; None where none has one. Raises
         `KeyError` for an adapter that is not loaded."""
-        if self._of_sequence:
-            adapters = [self._of_sequence.get(seq_id, b"") for seq_id in seq_ids]
-            if any(adapters):
-                return StepLoRA(self.loaded, lengths, adapters)
+        adapters = [self._of_sequence.get(seq_id, b"") for seq_id in seq_ids]
+        if any(adapters):
+            return StepLoRA(self.loaded, lengths, adapters)
         self.hooks.remove()
         return None
 

@@ -330,7 +330,7 @@ class Runner:
 
     def _build_inputs(self, chunks: Sequence[ScheduledSequence]) -> StepInputs:
         inputs = self._inputs.build(chunks)
-        if self.lora is not None:
+        if self.lora is not None and self.lora.in_use:
             seq_ids = [chunk.seq_id for chunk in chunks]
             lora = self.lora.step(seq_ids, inputs.metadata.query_lens)
             if lora is not None:

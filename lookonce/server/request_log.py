@@ -103,10 +103,11 @@ class RequestLog:
         )
 
     def blocks(self, rendered: RenderedPrompt, output: list[int]) -> bytes:
-        """A digest for each 16 tokens of prompt and answer: of its scope and all up to there."""
+        """A digest for each 16 tokens of prompt and answer: of its scope, the adapter that it asks
+        for, and all up to there."""
         total = rendered.num_tokens + len(output)
         raw = rendered.ids.tobytes() + struct.pack(f"<{len(output)}i", *output)
-        hashed = blake3(rendered.scope, key=self._secret)
+        hashed = blake3(rendered.scope + rendered.lora_name.encode(), key=self._secret)
         digests = bytearray()
         features, at = rendered.features, 0
         for start in range(0, total, LOG_BLOCK_TOKENS):

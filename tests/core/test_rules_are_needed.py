@@ -69,13 +69,18 @@ def two_tenants_with_the_same_prompt() -> None:
     assert engine.reuse_stats["b"].prefix_cached_tokens == 0
 
 
-def two_adapters_with_the_same_prompt() -> None:
-    """`serve` compares the answers, which depend on the adapter."""
-    prompts = [
-        msgspec.structs.replace(request(name, text(30)), adapter=LoRAIdentity(name.encode() * 32))
-        for name in "ab"
-    ]
-    serve(Limits(), prompts, one_by_one=True)
+def the_same_prompt_with_and_without_an_adapter() -> None:
+    plain, adapted = request("a", text(30)), request("b", text(30))
+    adapted = msgspec.structs.replace(adapted, adapter=LoRAIdentity(b"a" * 32))
+    engine = serve(Limits(), [plain, adapted], one_by_one=True)
+    assert engine.reuse_stats["b"].prefix_cached_tokens == 0
+
+
+def a_picture_with_and_without_an_adapter_of_the_encoder() -> None:
+    plain, adapted = (request(name, text(30), [feature("x", 4, 8)]) for name in "ab")
+    adapted = msgspec.structs.replace(adapted, adapter=LoRAIdentity(b"a" * 32, b"e" * 32))
+    engine = serve(Limits(), [plain, adapted], one_by_one=True)
+    assert len(engine.runner.encoded) == 2
 
 
 def the_same_prompt_twice() -> None:
@@ -248,11 +253,11 @@ def reuse_all(state: SchedulerState, sequence: Sequence) -> int:
     return state.max_cached_blocks(len(sequence.tokens))
 
 
-def root_for_all_scopes(_scope: bytes, adapter: bytes) -> bytes:
+def root_for_all(_scope: bytes, adapter: bytes) -> bytes:
     return root_hash(b"", adapter)
 
 
-def root_for_all_adapters(scope: bytes, _adapter: bytes) -> bytes:
+def root_without_adapter(scope: bytes, _adapter: bytes) -> bytes:
     return root_hash(scope)
 
 
@@ -271,11 +276,15 @@ RULES: dict[str, tuple[Workload, list[Patch]]] = {
     ),
     "scope enters the block hashes": (
         two_tenants_with_the_same_prompt,
-        [(request_module, "root_hash", root_for_all_scopes)],
+        [(request_module, "root_hash", root_for_all)],
     ),
     "the adapter enters the block hashes": (
-        two_adapters_with_the_same_prompt,
-        [(request_module, "root_hash", root_for_all_adapters)],
+        the_same_prompt_with_and_without_an_adapter,
+        [(request_module, "root_hash", root_without_adapter)],
+    ),
+    "an adapter of the encoder enters the items' keys": (
+        a_picture_with_and_without_an_adapter_of_the_encoder,
+        [(request_module.AdaptedKeys, "key", lambda _, sent: sent)],
     ),
     "at least one token is computed": (
         the_same_prompt_twice,

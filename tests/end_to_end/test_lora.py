@@ -14,7 +14,7 @@ from lookonce.config import NANO_FOLDER, ModelConfig
 from lookonce.model.loader import load_model
 from tests.support.drawing import ask, picture
 from tests.support.live_server import LiveServer, until
-from tests.support.model.adapters import PROJECTIONS, make_adapter
+from tests.support.model.adapters import PROJECTIONS, another, make_adapter
 
 CHANGES = 6
 TEXT = [{"role": "user", "content": "Tell me about red circles"}]
@@ -25,9 +25,9 @@ SQUARE, CIRCLE = picture(("red", "square")), picture(("blue", "circle"))
 def adapters(tmp_path_factory) -> Path:
     root: Path = tmp_path_factory.mktemp("adapters")
     loaded = load_model(ModelConfig(folder=str(NANO_FOLDER), served_name="nano"))
-    text = rf"model\.layers.*\.({'|'.join(PROJECTIONS)})"
+    text = rf".*language_model\.layers.*\.({'|'.join(PROJECTIONS)})"
     make_adapter(NANO_FOLDER, loaded, root / "text", target_modules=text)
-    make_adapter(NANO_FOLDER, loaded, root / "other", target_modules=text, seed=1)
+    another(root / "text", root / "other")
     make_adapter(NANO_FOLDER, loaded, root / "whole", target_modules="all-linear", strength=0.1)
     broken = root / "broken"
     broken.mkdir()
@@ -105,7 +105,7 @@ def test_bystanders_do_not_notice_loads_and_unloads(server):
             assert all(task.result() > 0 for task in tasks)
 
     asyncio.run(scenario())
-    assert server.metrics()["lookonce_lora_adapters_loaded"] == 1
+    assert server.metrics()["lora_adapters_loaded"] == 1
 
 
 def test_an_adapter_of_the_whole_model_encodes_a_picture_anew_and_processes_nothing(server):

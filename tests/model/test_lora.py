@@ -16,6 +16,7 @@ from lookonce.model.lora import (
 )
 from lookonce.types.lora import LoRAIdentity
 from tests.support.model.adapters import PROJECTIONS, answers_with, make_adapter, read
+from tests.support.model.cases import ALL_MODELS
 from tests.support.model.serving import assert_parity, blocks_for_preemption, compare, serve
 
 LANGUAGE_MODEL = rf".*language_model.*\.({'|'.join(PROJECTIONS)})"
@@ -47,23 +48,29 @@ def every(adapter):
     return dict.fromkeys(ALL, adapter)
 
 
-@pytest.mark.parametrize(
-    ("kind", "settings"),
-    [
-        ("qwen3", {"lora_alpha": 16}),
-        ("qwen2", {"target_modules": "all-linear", "use_rslora": True}),
-        ("gemma2", {"target_modules": r".*\.(q_proj|down_proj)"}),
-        ("text:deepseek_v2", {"target_modules": ["q_proj", "kv_a_proj_with_mqa", "o_proj"]}),
-        (
-            "text:lfm2",
-            {"target_modules": ["w1", "w2"], "exclude_modules": ["model.layers.1.feed_forward.w1"]},
-        ),
-        ("qwen2_5_vl", {"target_modules": LANGUAGE_MODEL}),
-        ("qwen2_5_vl", {"target_modules": "all-linear"}),
-        ("gemma3", {"target_modules": "all-linear", "r": 2}),
-        ("qwen2_audio", {"target_modules": "all-linear"}),
-    ],
-)
+ALWAYS = [
+    ("qwen3", {"lora_alpha": 16}),
+    ("gemma2", {"target_modules": r".*\.(q_proj|down_proj)"}),
+    (
+        "text:lfm2",
+        {
+            "target_modules": ["w1", "w2"],
+            "exclude_modules": ["model.layers.1.feed_forward.w1"],
+        },
+    ),
+    ("qwen2_5_vl", {"target_modules": "all-linear"}),
+]
+MORE = [
+    ("qwen2", {"target_modules": "all-linear", "use_rslora": True}),
+    ("text:deepseek_v2", {"target_modules": ["q_proj", "kv_a_proj_with_mqa", "o_proj"]}),
+    ("qwen2_5_vl", {"target_modules": LANGUAGE_MODEL}),
+    ("gemma3", {"target_modules": "all-linear", "r": 2}),
+    ("qwen2_audio", {"target_modules": "all-linear"}),
+]
+"""In `make test-models`."""
+
+
+@pytest.mark.parametrize(("kind", "settings"), ALWAYS + (MORE if ALL_MODELS else []))
 def test_answers_equal_pefts(adapted, kind, settings):
     subject, adapter, expected = adapted(kind, **settings)
     assert len(subject.cases) == 4
@@ -84,13 +91,10 @@ def test_ranks_and_scales_of_single_layers_equal_pefts(adapted):
     assert_parity(served, expected)
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "gemma2", "qwen2_5_vl"])
-@pytest.mark.parametrize("budget", [23, 64])
+@pytest.mark.parametrize(("kind", "budget"), [("qwen3", 23), ("gemma2", 23), ("qwen2_5_vl", 64)])
 def test_two_adapters_and_none_share_a_batch_and_nothing_else(adapted, kind, budget):
     """The same prompts with each of them, one arriving at each step: no hit crosses over."""
     targets = "all-linear" if kind == "qwen2_5_vl" else list(PROJECTIONS)
-    if kind == "qwen2_5_vl" and budget == 23:
-        pytest.skip("its pictures are longer")
     subject, first, with_first = adapted(kind, 1, target_modules=targets)
     _, second, with_second = adapted(kind, 2, target_modules=targets, r=2, lora_alpha=8)
     order = [0, 1, 3, 2]

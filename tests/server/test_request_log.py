@@ -43,6 +43,9 @@ def test_digests_are_shared_as_far_as_prompts_of_one_scope_are(tmp_path: Path) -
         assert leading(known, log.blocks(prompt(*range(40), 7), [8])) == 3
         assert leading(known, log.blocks(prompt(*range(40), 9), [])) == 2
         assert leading(known, log.blocks(prompt(*range(40), scope=b"b"), [7, 8])) == 0
+        adapted = prompt(*range(40))
+        adapted.lora_name = "a"
+        assert leading(known, log.blocks(adapted, [7, 8])) == 0
         pictured = log.blocks(prompt(*range(40), picture=b"p" * 32), [7, 8])
         assert leading(known, pictured) == 0
         assert leading(pictured, log.blocks(prompt(*range(40), picture=b"p" * 32), [7, 8])) == 3

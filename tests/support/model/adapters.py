@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -36,14 +37,25 @@ def make_adapter(
     config = LoraConfig(**{"r": 4, "target_modules": list(PROJECTIONS), **settings})
     with _transformers_warns():
         get_peft_model(reference_model(folder, loaded.info), config).save_pretrained(target)
-    file = target / WEIGHTS_FILE
+    _draw(target / WEIGHTS_FILE, seed, strength)
+    return target
+
+
+def another(adapter: Path, target: Path, *, seed: int = 1, strength: float = STRENGTH) -> Path:
+    """Write an adapter of the same layers with other matrices."""
+    shutil.copytree(adapter, target)
+    _draw(target / WEIGHTS_FILE, seed, strength)
+    return target
+
+
+def _draw(file: Path, seed: int, strength: float) -> None:
+    """Fill all matrices of a file with random numbers."""
     generator = torch.Generator().manual_seed(seed)
     weights = {
         name: torch.randn(tensor.shape, generator=generator) * strength
         for name, tensor in sorted(load_file(file).items())
     }
     save_file(weights, file)
-    return target
 
 
 @contextmanager
