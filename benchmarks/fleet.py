@@ -373,11 +373,19 @@ def path_report(given: argparse.Namespace, engines: Engines, frontends: Frontend
     plain = body([message("user", words(source, 100))])
     jpeg = encoded_picture("512", "JPEG")
     big = jpeg + bytes(source.randbytes(1 << 20)) * (BIG_BYTES >> 20)
-    picture = {"type": "image_url", "image_url": {"url": data_url(big)}}
-    large = body([message("user", picture, words(source, 10))], 1)
+    words_after = words(source, 10)
+
+    def large(number: int) -> bytes:
+        picture = {"type": "image_url", "image_url": {"url": data_url(variant(big, number))}}
+        return body([message("user", picture, words_after)], 1)
+
     urls = [engines.servers[0].url, frontends.urls["price"]]
-    for name, request in (("first token ms", plain), ("10 MB picture, known, ms", large)):
-        times = uvloop.run(_in_turn(urls, request, given.repeats))
+    for name, requests in (
+        ("first token ms", itertools.repeat(plain)),
+        ("10 MB picture, known, ms", itertools.repeat(large(0))),
+        ("10 MB picture, new, ms", map(large, itertools.count(1))),
+    ):
+        times = uvloop.run(_in_turn(urls, requests, given.repeats))
         direct, through = (median(each) for each in times)
         report.add(name, direct, through, through - direct)
     many = body([message("user", words(source, 20))], 256)
@@ -392,12 +400,15 @@ def path_report(given: argparse.Namespace, engines: Engines, frontends: Frontend
     return report
 
 
-async def _in_turn(urls: Sequence[str], request: bytes, repeats: int) -> list[list[float]]:
+async def _in_turn(
+    urls: Sequence[str], requests: Iterator[bytes], repeats: int
+) -> list[list[float]]:
     """URL → milliseconds to the first token of each repeat, after two that are not counted."""
     targets = [Target(url) for url in urls]
     times: list[list[float]] = [[] for _ in urls]
     for number in range(repeats + 2):
         for target, found in zip(targets, times, strict=True):
+            request = next(requests)
             outcome = RequestOutcome(time.perf_counter())
             await target.send(request, outcome)
             if outcome.error is not None:

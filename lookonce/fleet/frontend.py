@@ -33,11 +33,12 @@ from lookonce.fleet.engine_http import (
     EngineLostError,
     Headers,
 )
-from lookonce.fleet.identity import Identity, Processor, identify_body
+from lookonce.fleet.identity import Identity, Processor, body_with_names, identify_body
 from lookonce.fleet.metrics import engines_families, fleet_families
 from lookonce.fleet.router import EngineState, NoEngineError, Route, Router
 from lookonce.fleet.subscriber import Change, EventSubscriber
 from lookonce.frontend.responses import ErrorBody, ErrorResponse
+from lookonce.server.http.connections import WRITE_NOW
 from lookonce.server.http.request_guard import RequestGuard
 from lookonce.server.http.responses import encode, error_response, error_type
 
@@ -54,6 +55,8 @@ REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 STORED_ID = re.compile(rb'"id"\s*:\s*"((?:resp|conv)_[^"]{1,200})"')
 STORED_PATH = re.compile(r"/v1/(?:responses|conversations)/([^/]+)(?:/.*)?")
 STORING_PATHS = frozenset({"/v1/responses", "/v1/conversations"})
+NAMING_PATHS = frozenset({"/v1/chat/completions"})
+"""Nothing of these requests is stored, so a picture's name may take its place."""
 BROADCAST_PATHS = frozenset(
     {
         "/inference/v1/abort_requests",
@@ -377,8 +380,36 @@ class Frontend:
         member = self._fleet.members.get(route.engine.name)
         if member is None:
             return False
+        named = self._with_names(exchange, body, route)
+        if named is not body and await self._pass_on(exchange, named, request_id, route, member):
+            return True
+        return await self._pass_on(exchange, body, request_id, route, member, whole=True)
+
+    def _with_names(self, exchange: _Exchange, body: bytes, route: Route) -> bytes:
+        """The body with names in place of pictures that the engine holds: it need not receive,
+        decode and hash them again."""
+        if exchange.path not in NAMING_PATHS:
+            return body
+        router, engine = self._fleet.router, route.engine
+        held = [each for each in route.identity.inline if router.holds_item(engine, each.key)]
+        return body_with_names(body, held)
+
+    async def _pass_on(
+        self,
+        exchange: _Exchange,
+        body: bytes,
+        request_id: str,
+        route: Route,
+        member: Member,
+        *,
+        whole: bool = False,
+    ) -> bool:
+        """As `_forward`; where pictures were named (not `whole`) and are not held, False, too."""
         began = time.monotonic()
         async with exchange.asking(member, body, request_id) as answer:
+            if answer.status == 422 and not whole:
+                await answer.body()
+                return False
             unknown = answer.status == 422 and any(m.bare for m in route.identity.media)
             if unknown or answer.status in RETRIED_STATUSES:
                 exchange.held = answer.status, answer.headers, await answer.body()
@@ -388,7 +419,7 @@ class Frontend:
                 (b"x-lookonce-route", route.why().encode("latin-1", "replace")),
             ]
             first: bytes | None = None
-            async for chunk in answer.chunks():
+            async for chunk in answer.chunks(exchange.write_now):
                 if first is None:
                     first = chunk
                     self._fleet.router.answered(route, time.monotonic() - began)
@@ -695,6 +726,11 @@ class _Exchange:
     async def begin(self, answer: EngineAnswer) -> None:
         self._streams = (b"content-type", b"text/event-stream; charset=utf-8") in answer.headers
         await self._start(answer.status, answer.headers)
+
+    def write_now(self, chunk: bytes) -> bool:
+        """Write a part of an answer that has begun, if that needs no waiting."""
+        write = self._scope.get("extensions", {}).get(WRITE_NOW)
+        return self.begun and write is not None and bool(write(chunk))
 
     async def write(self, chunk: bytes) -> None:
         if self.left:

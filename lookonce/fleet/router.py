@@ -637,6 +637,10 @@ class Router:
                 if node is not None and node.blocks.get(engine.number, 0) is None:
                     del node.blocks[engine.number]
 
+    def holds_item(self, engine: EngineState, key: int) -> bool:
+        """Whether its events said that it holds the processed item."""
+        return self.items.holds(engine.number, key)
+
     def note_answer_tokens(self, num_tokens: int) -> None:
         self._answer_tokens += 0.1 * (num_tokens - self._answer_tokens)
 
