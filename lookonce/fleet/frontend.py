@@ -52,6 +52,11 @@ METRICS_TIMEOUT = 2.0
 RETRIED_STATUSES = frozenset({502, 503})
 """An engine that answers so has not begun: another one may serve the request."""
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+ANSWER_TOKENS = re.compile(rb'"(?:completion|output)_tokens"\s*:\s*(\d{1,9})')
+MAX_USAGE_BYTES = 4096
+"""At the end of an answer, where its usage is."""
+OTHER_EVENTS = 3
+"""Of a stream: its first, which has no text, that with the reason of the end, and the last."""
 STORED_ID = re.compile(rb'"id"\s*:\s*"((?:resp|conv)_[^"]{1,200})"')
 STORED_PATH = re.compile(r"/v1/(?:responses|conversations)/([^/]+)(?:/.*)?")
 STORING_PATHS = frozenset({"/v1/responses", "/v1/conversations"})
@@ -429,6 +434,8 @@ class Frontend:
             if first is None:
                 await exchange.begin(answer)
             await exchange.end()
+        if (num_tokens := exchange.answer_tokens()) is not None:
+            self._fleet.router.note_answer_tokens(num_tokens)
         return True
 
     def _learn_stored(self, path: str, chunk: bytes, engine: str) -> None:
@@ -532,6 +539,7 @@ class Frontend:
                 "encoder_outputs": len(router.outputs),
                 "items": len(router.items),
             },
+            "answer_tokens": round(router.answer_tokens, 4),
             "retried": self.retried,
         }
 
@@ -652,6 +660,9 @@ class _Exchange:
         """Headers that the answer gets."""
         self.begun = False
         self._streams = self._ended = False
+        self._num_events = 0
+        self._last = b""
+        """What was written last."""
         self.status = 0
         self.held: EngineAnswerParts | None = None
         """An answer that is given if no other engine has a better one."""
@@ -730,11 +741,29 @@ class _Exchange:
     def write_now(self, chunk: bytes) -> bool:
         """Write a part of an answer that has begun, if that needs no waiting."""
         write = self._scope.get("extensions", {}).get(WRITE_NOW)
-        return self.begun and write is not None and bool(write(chunk))
+        if not self.begun or write is None or not write(chunk):
+            return False
+        self._note(chunk)
+        return True
+
+    def _note(self, chunk: bytes) -> None:
+        self._last = chunk
+        if self._streams:
+            self._num_events += chunk.count(b"data: ")
+
+    def answer_tokens(self) -> int | None:
+        """Of a model's answer that has ended: what its usage says, or else, of a stream, about as
+        many as it had events. None for other answers."""
+        if self.status != 200:
+            return None
+        if said := ANSWER_TOKENS.findall(self._last, max(0, len(self._last) - MAX_USAGE_BYTES)):
+            return int(said[-1])
+        return max(0, self._num_events - OTHER_EVENTS) if self._streams else None
 
     async def write(self, chunk: bytes) -> None:
         if self.left:
             raise _ClientLeft
+        self._note(chunk)
         await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
 
     async def end(self) -> None:

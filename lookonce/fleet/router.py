@@ -308,7 +308,8 @@ class Router:
         self._stored: OrderedDict[str, str] = OrderedDict()
         self._running: dict[str, Route] = {}
         self._chars_per_token = DEFAULT_CHARS_PER_TOKEN
-        self._answer_tokens = DEFAULT_ANSWER_TOKENS
+        self.answer_tokens = DEFAULT_ANSWER_TOKENS
+        """That an answer usually has."""
         self.routed: Counter[tuple[str, str]] = Counter()
         """(engine, reason) → requests."""
 
@@ -538,7 +539,7 @@ class Router:
         held_tokens = ends[num_held - 1] if num_held else 0.0
         work.prompt = (total - held_tokens) * rates.prompt_token
         work.prompt += (held_tokens - first) * (tier or 0.0)
-        answer = self._answer_tokens
+        answer = self.answer_tokens
         if identity.max_tokens is not None:
             answer = min(answer, max(0, identity.max_tokens))
         work.answer = answer * rates.decoded_token
@@ -642,7 +643,8 @@ class Router:
         return self.items.holds(engine.number, key)
 
     def note_answer_tokens(self, num_tokens: int) -> None:
-        self._answer_tokens += 0.1 * (num_tokens - self._answer_tokens)
+        """An answer has ended and had so many."""
+        self.answer_tokens += 0.1 * (num_tokens - self.answer_tokens)
 
     def bind_stored(self, stored: str, engine: str) -> None:
         """A stored response or conversation is at this engine."""

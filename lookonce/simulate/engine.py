@@ -142,8 +142,6 @@ class EngineTotals:
     steps: int = 0
     busy: float = 0.0
     """Seconds of steps."""
-    processed: int = 0
-    media: int = 0
 
 
 class SimulatedEngine:
@@ -293,7 +291,6 @@ class SimulatedEngine:
         now, ready = self.clock.now, self.clock.now
         pinned: list[bytes] = []
         for medium in served.request.media:
-            self.totals.media += 1
             key = medium.key
             if self.directory.lookup(key) is not None:
                 pinned.append(key)
@@ -307,7 +304,6 @@ class SimulatedEngine:
                 self._making[key] = done
                 self.clock.at(done, self._made, key, medium.length)
                 served.processed += 1
-                self.totals.processed += 1
                 self.directory.count("miss")
             else:
                 self.directory.count("hit")

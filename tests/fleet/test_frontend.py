@@ -157,6 +157,41 @@ async def test_an_engine_that_holds_a_picture_gets_its_name_alone() -> None:
         assert second | {"messages": 0} == first | {"messages": 0}
 
 
+async def test_the_length_of_answers_is_learned_with_and_without_usage() -> None:
+    event = b'data: {"choices":[{"delta":{"content":"a"}}]}\n\n'
+    usage = b'data: {"usage":{"prompt_tokens":3,"completion_tokens":40}}\n\ndata: [DONE]\n\n'
+
+    async def streams(engine: FakeEngine, request: Received, writer: asyncio.StreamWriter) -> None:
+        if not request.json.get("stream"):
+            reply(writer, 200, {"usage": {"completion_tokens": 20}})
+            return
+        begin_stream(writer)
+        for number in range(13):
+            send_chunk(writer, event)
+            await writer.drain()
+            if number in (3, 6):
+                await asyncio.sleep(0.01)
+        if request.json.get("stream_options"):
+            send_chunk(writer, usage)
+        writer.write(b"0\r\n\r\n")
+
+    async with serving(FakeEngine("a", answer=streams)) as served:
+
+        async def usual() -> float:
+            found: float = (await served.client.get("/fleet")).json()["answer_tokens"]
+            return found
+
+        assert await usual() == 64
+        response = await served.ask(stream=True)
+        assert response.content == 13 * event
+        assert await usual() == 58.6  # a tenth of the way to the 10 events that are text
+        response = await served.ask(stream=True, stream_options={"include_usage": True})
+        assert response.content == 13 * event + usage
+        assert await usual() == 56.74
+        await served.ask()
+        assert await usual() == 53.066
+
+
 async def test_an_engine_that_does_not_know_the_name_gets_the_picture() -> None:
     async def forgets(engine: FakeEngine, request: Received, writer: asyncio.StreamWriter) -> None:
         if b"lookonce:" in request.body:
