@@ -303,7 +303,8 @@ def application(config: FleetConfig) -> Any:
             **common,
         )(Engine)
         made = msgspec.to_builtins(group.without_numbers())
-        deployment = _with_version(deployment, [made, *shared])
+        # Ray asks a replica for its price only if there was a policy when it started.
+        deployment = _with_version(deployment, [made, group.max_engines is not None, *shared])
         handles[name] = deployment.bind(made, fleet)
     frontend = serve.deployment(
         name=FRONTEND,

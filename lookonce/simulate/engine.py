@@ -216,6 +216,7 @@ class SimulatedEngine:
                 "kv-events",
                 self.scheduler.take_output_changes,
                 self.load,
+                needs_content=False,
             )
             self.scheduler.watch(self._events)
         self._served: dict[str, Served] = {}
