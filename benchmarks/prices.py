@@ -5,8 +5,8 @@ steps     the engine without a server: decodes side by side, prompts in chunks, 
           seconds by a least-squares fit without negative prices
 tiers     prompts of two lengths that come back from host memory and from a disk
 requests  a server that is asked one thing after another, with pauses: what its first tokens take
-          beyond the step, the CPU time of its API process for a request and for each token that it streams,
-          what a new picture takes beyond its encoder run, and that run
+          beyond the step, the CPU time of its API process for a request and for each token that it
+          streams, what a new picture takes beyond its encoder run, and that run
 """
 
 from __future__ import annotations

@@ -55,6 +55,8 @@ MIN_TOKENS = 32
 MIN_PROMPTS = 4
 """Computed between two measurements of what a request takes."""
 RECOMPUTED = 1.5
+BESIDE = 0.5
+"""Of the seconds of an answer, what a request beside it waits for: steps decode all of them."""
 EQUAL_SECONDS = 1e-4
 """Prices that differ by less are equal: the engine with fewer requests is chosen."""
 DEFAULT_ANSWER_TOKENS = 64.0
@@ -158,7 +160,7 @@ class EngineState:
         """Work there, of requests sent by others too."""
         if not self.others:
             return self.backlog
-        usual = DEFAULT_ANSWER_TOKENS * self.rates.decoded_token
+        usual = BESIDE * DEFAULT_ANSWER_TOKENS * self.rates.decoded_token
         if self.num_requests:
             usual = self.backlog / self.num_requests
         return self.backlog + self.others * usual
@@ -510,7 +512,7 @@ class Router:
             num_known = known[engine.number]
             tier = of_engine.tier_token
             num_held = num_known if tier is None or tier >= of_engine.prompt_token else longest
-            work = Work(answer=answer * of_engine.decoded_token, num_tokens=round(total))
+            work = Work(answer=BESIDE * answer * of_engine.decoded_token, num_tokens=round(total))
             self._add_media(work, engine, of_engine, held, num_held)
             computed = ends[num_known - 1] if num_known else 0.0
             read = ends[num_held - 1] if num_held else 0.0
