@@ -245,7 +245,7 @@ def test_a_request_on_its_way_counts_as_held() -> None:
 def test_a_hot_picture_gets_a_second_engine_when_the_queue_costs_more() -> None:
     fleet = Fleet("a", "b")
     fleet.serve(identity(chat([picture(b"cat")])))
-    used = [fleet.send(identity(chat([picture(b"cat")], f"{n}", "?")))[1] for n in range(12)]
+    used = [fleet.send(identity(chat([picture(b"cat")], f"{n}", "?")))[1] for n in range(24)]
     assert {route.engine.name for route in used} == {"a", "b"}
     assert used[0].engine is used[1].engine
 
