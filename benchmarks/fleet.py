@@ -171,8 +171,7 @@ class Scripts:
         self.clients: list[Script] = [[] for _ in range(clients)]
         for script in self.clients:
             while len(script) < turns:
-                script += make()
-            del script[turns:]
+                script += make(turns - len(script))
         self.pictures = len(self._asked)
 
     def _picture(self, number: int) -> dict[str, object]:
@@ -194,16 +193,15 @@ class Scripts:
             history.append(message("assistant", words(self._random, 8)))
         return script
 
-    def _zipf(self) -> Script:
+    def _zipf(self, most: int) -> Script:
         weights = [1 / rank for rank in range(1, PICTURES + 1)]
-        return self._conversation(
-            CONVERSATION_TURNS, self._random.choices(range(PICTURES), weights)[0]
-        )
+        picture = self._random.choices(range(PICTURES), weights)[0]
+        return self._conversation(min(most, CONVERSATION_TURNS), picture)
 
-    def _agent(self) -> Script:
-        return self._conversation(AGENT_TURNS, None)
+    def _agent(self, most: int) -> Script:
+        return self._conversation(min(most, AGENT_TURNS), None)
 
-    def _new(self) -> Script:
+    def _new(self, most: int) -> Script:
         number = len(self._asked)
         text = {"type": "text", "text": f"{self._first + number} {words(self._random, 12)['text']}"}
         return [(0.0, body([message("user", self._picture(number), text)]))]
