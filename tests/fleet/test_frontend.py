@@ -157,6 +157,25 @@ async def test_an_engine_that_holds_a_picture_gets_its_name_alone() -> None:
         assert second | {"messages": 0} == first | {"messages": 0}
 
 
+async def test_a_client_that_reads_slowly_gets_all_in_order() -> None:
+    pieces = [bytes([number]) * 200_000 for number in range(100)]
+
+    async def streams(engine: FakeEngine, request: Received, writer: asyncio.StreamWriter) -> None:
+        begin_stream(writer)
+        for piece in pieces:
+            send_chunk(writer, piece)
+            await writer.drain()
+        writer.write(b"0\r\n\r\n")
+
+    async with serving(FakeEngine("a", answer=streams)) as served:
+        got = bytearray()
+        async with served.client.stream("POST", "/v1/chat/completions", json={}) as response:
+            async for part in response.aiter_raw(1 << 20):
+                got += part
+                await asyncio.sleep(0.005)
+        assert got == b"".join(pieces)
+
+
 async def test_the_length_of_answers_is_learned_with_and_without_usage() -> None:
     event = b'data: {"choices":[{"delta":{"content":"a"}}]}\n\n'
     usage = b'data: {"usage":{"prompt_tokens":3,"completion_tokens":40}}\n\ndata: [DONE]\n\n'
