@@ -660,6 +660,8 @@ class _Exchange:
         """Headers that the answer gets."""
         self.begun = False
         self._streams = self._ended = False
+        extension = scope.get("extensions", {}).get(WRITE_NOW, {})
+        self._write_now: Callable[[bytes], bool] = extension.get("write", lambda chunk: False)
         self._num_events = 0
         self._last = b""
         """What was written last."""
@@ -740,8 +742,7 @@ class _Exchange:
 
     def write_now(self, chunk: bytes) -> bool:
         """Write a part of an answer that has begun, if that needs no waiting."""
-        write = self._scope.get("extensions", {}).get(WRITE_NOW)
-        if not self.begun or write is None or not write(chunk):
+        if not self.begun or not self._write_now(chunk):
             return False
         self._note(chunk)
         return True

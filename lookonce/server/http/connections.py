@@ -63,7 +63,7 @@ UNREAD_BODY_BYTES = 512 * 1024
 """Bytes of a body that may wait for the application. To stop and go on costs as much as to read
 64 kB."""
 WRITE_NOW = "lookonce.write_now"
-"""ASGI extension: a callable that writes a chunk of a streamed answer at once, without a task."""
+"""ASGI extension: its `write` writes a chunk of a streamed answer at once, without a task."""
 CHUNK_OVERHEAD = 32
 """Bytes that one chunk of a chunked body may take beside its data."""
 WEBSOCKET_PATHS = (b"/v1/realtime",)
@@ -223,7 +223,8 @@ class HttpProtocol(HttpToolsProtocol):
             )
         self.num_requests += 1
         super().on_headers_complete()
-        self.scope["extensions"] = {WRITE_NOW: partial(self._write_now, weakref.ref(self.cycle))}
+        write = partial(self._write_now, weakref.ref(self.cycle))
+        self.scope["extensions"] = {WRITE_NOW: {"write": write}}
         if upgrade:
             self.cycle.keep_alive = False  # the parser takes what follows for another protocol
         self.phase = "body"
