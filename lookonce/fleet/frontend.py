@@ -386,9 +386,10 @@ class Frontend:
         if member is None:
             return False
         named = self._with_names(exchange, body, route)
-        if named is not body and await self._pass_on(exchange, named, request_id, route, member):
-            return True
-        return await self._pass_on(exchange, body, request_id, route, member, whole=True)
+        if named is not body:
+            with contextlib.suppress(_NotHeldError):
+                return await self._pass_on(exchange, named, request_id, route, member, whole=False)
+        return await self._pass_on(exchange, body, request_id, route, member)
 
     def _with_names(self, exchange: _Exchange, body: bytes, route: Route) -> bytes:
         """The body with names in place of pictures that the engine holds: it need not receive,
@@ -407,14 +408,15 @@ class Frontend:
         route: Route,
         member: Member,
         *,
-        whole: bool = False,
+        whole: bool = True,
     ) -> bool:
-        """As `_forward`; where pictures were named (not `whole`) and are not held, False, too."""
+        """As `_forward`. `whole`: no picture was replaced by its name. Raises `_NotHeldError` where
+        one was, and the engine does not hold it any more."""
         began = time.monotonic()
         async with exchange.asking(member, body, request_id) as answer:
             if answer.status == 422 and not whole:
                 await answer.body()
-                return False
+                raise _NotHeldError
             unknown = answer.status == 422 and any(m.bare for m in route.identity.media)
             if unknown or answer.status in RETRIED_STATUSES:
                 exchange.held = answer.status, answer.headers, await answer.body()
@@ -642,6 +644,10 @@ def _find_key(keys: tuple[ApiKey, ...], given: str) -> ApiKey | None:
 
 EngineAnswerParts = tuple[int, Headers, bytes]
 """Status, headers and body."""
+
+
+class _NotHeldError(Exception):
+    """The engine does not know a picture by its name."""
 
 
 class _ClientLeft(Exception):  # noqa: N818  not an error
