@@ -315,8 +315,8 @@ class _Reader:
             digest = self._media_hash(modality, data)
             key = short(item_key(self._scope, digest))
             if modality == "image" and len(sent) < MAX_TYPE_LENGTH:
-                named = self._payloads.picture(sent.partition(",")[2], key, digest)
-                self.inline += () if named is None else (named,)
+                picture = self._payloads.picture(sent.partition(",")[2], key, digest)
+                self.inline += () if picture is None else (picture,)
             return Medium(modality, key, exact=True)
         named = sent.encode(errors="replace") if data is None else data
         return Medium(modality, self._alias(modality.encode(), named), exact=False)
