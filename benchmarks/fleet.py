@@ -50,6 +50,9 @@ from tests.support.model_folders.make import make_folder
 WORKLOADS = ("zipf", "agents", "new")
 PARTS = ("routers", "decision", "path")
 CACHES = ("mm", "encoder", "prefix")
+ENGINE_OPTIONS = (
+    *("--kv-cache-gb", "0.5", "--served-model-name", "bench", "--max-num-seqs", "16"),
+)
 OUTPUT_TOKENS = 8
 PICTURES, CONVERSATION_TURNS, AGENT_TURNS = 24, 4, 6
 SYSTEM_WORDS = {"zipf": 40, "agents": 300}
@@ -68,30 +71,30 @@ Script = list[tuple[float, bytes]]
 
 @dataclass(frozen=True, slots=True)
 class Engines:
-    servers: list[RunningServer]
     addresses: list[EngineAddress]
 
     def empty_caches(self) -> None:
-        for server in self.servers:
-            for cache in CACHES:
-                httpx.post(f"{server.url}/reset_{cache}_cache", timeout=60).raise_for_status()
+        for address in self.addresses:
+            path = address.http.removeprefix("unix:")
+            with httpx.Client(transport=httpx.HTTPTransport(uds=path), timeout=60) as client:
+                for cache in CACHES:
+                    client.post(f"http://localhost/reset_{cache}_cache").raise_for_status()
 
 
 @contextmanager
 def running_engines(model: str, count: int) -> Iterator[Engines]:
+    """Engines on unix sockets, as `lookonce fleet` starts them on one machine."""
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="lookonce-bench-"))
-        servers, addresses = [], []
+        addresses = []
         for number in range(count):
             events = f"ipc://{folder}/events{number}"
             replay = f"ipc://{folder}/replay{number}"
-            line = [model, "--events", f"{events}?replay={replay}", "--kv-cache-gb", "0.5"]
-            line += ["--served-model-name", "bench", "--max-num-seqs", "16"]
-            server = stack.enter_context(running_server(line))
-            http = server.url.removeprefix("http://")
-            servers.append(server)
-            addresses.append(EngineAddress(f"engine{number}", "bench", http, events, replay))
-        yield Engines(servers, addresses)
+            line = ["--events", f"{events}?replay={replay}", "--uds", f"{folder}/http{number}"]
+            server = stack.enter_context(running_server([model, *ENGINE_OPTIONS, *line]))
+            name = f"engine{number}"
+            addresses.append(EngineAddress(name, "bench", server.url, events, replay))
+        yield Engines(addresses)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,8 +174,7 @@ class Scripts:
         self.clients: list[Script] = [[] for _ in range(clients)]
         for script in self.clients:
             while len(script) < turns:
-                script += make()
-            del script[turns:]
+                script += make(turns - len(script))
         self.pictures = len(self._asked)
 
     def _picture(self, number: int) -> dict[str, object]:
@@ -194,16 +196,15 @@ class Scripts:
             history.append(message("assistant", words(self._random, 8)))
         return script
 
-    def _zipf(self) -> Script:
+    def _zipf(self, most: int) -> Script:
         weights = [1 / rank for rank in range(1, PICTURES + 1)]
-        return self._conversation(
-            CONVERSATION_TURNS, self._random.choices(range(PICTURES), weights)[0]
-        )
+        picture = self._random.choices(range(PICTURES), weights)[0]
+        return self._conversation(min(most, CONVERSATION_TURNS), picture)
 
-    def _agent(self) -> Script:
-        return self._conversation(AGENT_TURNS, None)
+    def _agent(self, most: int) -> Script:
+        return self._conversation(min(most, AGENT_TURNS), None)
 
-    def _new(self) -> Script:
+    def _new(self, most: int) -> Script:
         number = len(self._asked)
         text = {"type": "text", "text": f"{self._first + number} {words(self._random, 12)['text']}"}
         return [(0.0, body([message("user", self._picture(number), text)]))]
@@ -277,7 +278,10 @@ class Runs:
 def routers_report(given: argparse.Namespace, engines: Engines, frontends: Frontends) -> Report:
     """Each round runs every workload with every rule; its runs are told on standard error."""
     pictures = PictureSource(given.size)
-    _warm_up(engines, pictures)
+    for number in range(given.engines):
+        # Some requests at each engine, so that what it measures of itself is no first time.
+        scripts = Scripts("agents", 2, AGENT_TURNS, 0.0, 999 - number, pictures)
+        uvloop.run(run_scripts(frontends.urls["robin"], scripts))
     runs = {(workload, name): Runs() for workload in given.workloads for name in given.routers}
     for turn in range(given.rounds):
         for workload in given.workloads:
@@ -307,13 +311,6 @@ def routers_report(given: argparse.Namespace, engines: Engines, frontends: Front
         ratio = None if usual is None else done.figures()[-1] / usual.figures()[-1]
         report.add(workload, name, *done.figures(), ratio)
     return report
-
-
-def _warm_up(engines: Engines, pictures: PictureSource) -> None:
-    """Some requests at each engine, so that what it measures of itself is no first time."""
-    for server in engines.servers:
-        scripts = Scripts("agents", 2, AGENT_TURNS, 0.0, 999, pictures)
-        uvloop.run(run_scripts(server.url, scripts))
 
 
 # --- the cost of one choice ----------------------------------------------------------------------
@@ -362,8 +359,8 @@ def decision_report(engines: int) -> Report:
 # --- the way through a front-end -----------------------------------------------------------------
 
 
-def path_report(given: argparse.Namespace, engines: Engines, frontends: Frontends) -> Report:
-    """One engine beside a front-end over all; the requests of both are alike and come in turn."""
+def path_report(given: argparse.Namespace, alone: RunningServer, frontends: Frontends) -> Report:
+    """A server beside a front-end over engines; the requests of both are alike, in turn."""
     report = Report(
         "fleet (path)",
         ("what", "one server", "fleet", "more"),
@@ -373,11 +370,19 @@ def path_report(given: argparse.Namespace, engines: Engines, frontends: Frontend
     plain = body([message("user", words(source, 100))])
     jpeg = encoded_picture("512", "JPEG")
     big = jpeg + bytes(source.randbytes(1 << 20)) * (BIG_BYTES >> 20)
-    picture = {"type": "image_url", "image_url": {"url": data_url(big)}}
-    large = body([message("user", picture, words(source, 10))], 1)
-    urls = [engines.servers[0].url, frontends.urls["price"]]
-    for name, request in (("first token ms", plain), ("10 MB picture, known, ms", large)):
-        times = uvloop.run(_in_turn(urls, request, given.repeats))
+    words_after = words(source, 10)
+
+    def large(number: int) -> bytes:
+        picture = {"type": "image_url", "image_url": {"url": data_url(variant(big, number))}}
+        return body([message("user", picture, words_after)], 1)
+
+    urls = [alone.url, frontends.urls["price"]]
+    for name, requests in (
+        ("first token ms", itertools.repeat(plain)),
+        ("10 MB picture, known, ms", itertools.repeat(large(0))),
+        ("10 MB picture, new, ms", map(large, itertools.count(1))),
+    ):
+        times = uvloop.run(_in_turn(urls, requests, given.repeats))
         direct, through = (median(each) for each in times)
         report.add(name, direct, through, through - direct)
     many = body([message("user", words(source, 20))], 256)
@@ -392,12 +397,15 @@ def path_report(given: argparse.Namespace, engines: Engines, frontends: Frontend
     return report
 
 
-async def _in_turn(urls: Sequence[str], request: bytes, repeats: int) -> list[list[float]]:
+async def _in_turn(
+    urls: Sequence[str], requests: Iterator[bytes], repeats: int
+) -> list[list[float]]:
     """URL → milliseconds to the first token of each repeat, after two that are not counted."""
     targets = [Target(url) for url in urls]
     times: list[list[float]] = [[] for _ in urls]
     for number in range(repeats + 2):
         for target, found in zip(targets, times, strict=True):
+            request = next(requests)
             outcome = RequestOutcome(time.perf_counter())
             await target.send(request, outcome)
             if outcome.error is not None:
@@ -453,7 +461,8 @@ def _served_reports(given: argparse.Namespace) -> list[Report]:
         engines = stack.enter_context(running_engines(model, given.engines))
         frontends = stack.enter_context(running_frontends(engines))
         if "path" in given.parts:
-            found.append(path_report(given, engines, frontends))
+            with running_server([model, *ENGINE_OPTIONS]) as alone:
+                found.append(path_report(given, alone, frontends))
         if "routers" in given.parts:
             found.append(routers_report(given, engines, frontends))
     return found

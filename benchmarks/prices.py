@@ -4,9 +4,9 @@
 steps     the engine without a server: decodes side by side, prompts in chunks, cached or not;
           seconds by a least-squares fit without negative prices
 tiers     prompts of two lengths that come back from host memory and from a disk
-requests  a server that is asked one thing after another: what its first tokens take beyond the
-          step, the CPU time of its API process for a request and for each token that it streams,
-          what a new picture takes beyond its encoder run, and that run
+requests  a server that is asked one thing after another, with pauses: what its first tokens take
+          beyond the step, the CPU time of its API process for a request and for each token that it
+          streams, what a new picture takes beyond its encoder run, and that run
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import os
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -44,6 +45,9 @@ REPEATS = 3
 TIER_LENGTHS, TIER_LOADS, TIER_BYTES = (100, 1500), 12, 256 << 20
 ASKED = 30
 """Requests of each kind to the server."""
+RATE = 6.0
+"""Requests a second, at random times, of which none waits for another: where one follows the other
+at once, as nobody asks, caches are warm and cores awake."""
 DECODED_CONTEXT = 70
 """Tokens before one that is decoded in `with_server_steps`, about."""
 SIZES = {"512": 512 * 512, "1024": 1024 * 1024}
@@ -219,7 +223,7 @@ class Asked:
 def ask(server: RunningServer, warm_up: Sequence[bytes], bodies: Sequence[bytes]) -> Asked:
     run_load(server.url, [], warm_up, Arrivals(concurrency=1))
     before = server.cpu_seconds()[0]
-    result = run_load(server.url, [], bodies, Arrivals(concurrency=1))
+    result = run_load(server.url, [], bodies, Arrivals(concurrency=1, rate=RATE))
     cpu = server.cpu_seconds()[0] - before
     times = [each.first_text for each in result.answered]
     return Asked(
@@ -250,8 +254,9 @@ def with_server_steps(server: RunningServer, prices: Prices) -> Prices:
     tokens, and the model finds the CPU's caches cold."""
     times = {}
     for rows in (1, 8):
-        bodies = [body(f"{rows} {n}, which one?", 65) for n in range(3 * rows)]
-        result = run_load(server.url, [], bodies, Arrivals(concurrency=rows))
+        bodies = [body(f"{rows} {n}, which one?", 33) for n in range(8 + 2 * rows)]
+        arrivals = Arrivals(concurrency=rows, rate=RATE if rows == 1 else None)
+        result = run_load(server.url, [], bodies, arrivals)
         times[rows] = median([each.per_token for each in result.answered if each.per_token])
     context = prices.decode_context * DECODED_CONTEXT
     row = max(0.0, (times[8] - times[1]) / 7 - context)
@@ -330,6 +335,7 @@ def measure(folder: str, server: RunningServer) -> tuple[Prices, Report]:
     prices = request_prices(server, prices)
     workers = share_of_workers()
     prices = msgspec.structs.replace(prices, measured_on=machine(), media_workers=workers)
+    prices = msgspec.structs.replace(prices, cores=float(len(os.sched_getaffinity(0))))
     report = Report("prices", ("price", "microseconds"))
     for name, value in msgspec.structs.asdict(prices).items():
         if isinstance(value, float):

@@ -22,13 +22,14 @@ START_SECONDS = 300.0
 POLL_SECONDS = 0.01
 SETTLE_SECONDS = 0.05
 """In which a server has finished what a scrape or an answer leaves behind."""
-URL = re.compile(r"http://[0-9.]+:[0-9]+")
+URL = re.compile(r"http://[0-9.]+:[0-9]+|(?<= on )unix:/\S+")
 _METRIC = re.compile(r"^(?P<name>\w+)(?P<labels>\{[^}]*\})? (?P<value>\S+)$")
 
 
 @dataclass(frozen=True, slots=True)
 class RunningServer:
     url: str
+    """`http://HOST:PORT`; of a server with `--uds`, `unix:PATH`."""
     pid: int
     """Process id of the supervisor."""
     log: Path

@@ -116,6 +116,8 @@ def compare(
     prices: Prices,
 ) -> Report:
     """A table of what the server did and what its simulation says."""
+    if prices.cores:  # the client has its part of them, too
+        prices = msgspec.structs.replace(prices, cores=max(1.0, prices.cores - real.cpu_share))
     outcome, first, per_token = replay(trace, prices, WARM_UP)
     report = Report(name, ("figure", "real", "simulated", "off %"))
     firsts = np.array([each.first_text for each in real.answered])

@@ -321,6 +321,10 @@ def simulate(
     speed: Annotated[float, typer.Option(help="How many times as fast requests come.")] = 1.0,
     max_num_seqs: Annotated[int, typer.Option(min=1, help="As for serve.")] = 64,
     max_num_batched_tokens: Annotated[int, typer.Option(min=1, help="As for serve.")] = 2048,
+    block_size: Annotated[
+        int | None,
+        typer.Option(min=1, help="As for serve; the price list's by default. Larger: less to do."),
+    ] = None,
     encoder_cache_gb: Annotated[float, typer.Option(help="As for serve.")] = 0.5,
     target_p99: Annotated[
         float | None,
@@ -350,6 +354,7 @@ def simulate(
         speed=speed,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
+        block_size=block_size,
         encoder_cache_gb=encoder_cache_gb,
         target_p99=target_p99,
         engine_cost=engine_cost,

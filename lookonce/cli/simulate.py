@@ -55,6 +55,7 @@ class Asked:
     speed: float = 1.0
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
+    block_size: int | None = None
     encoder_cache_gb: float = 0.5
     target_p99: float | None = None
     engine_cost: float = 1.0
@@ -66,6 +67,8 @@ class Asked:
 def run_simulate(asked: Asked) -> int:
     """Simulate, print and write what was asked for; the exit status. Raises `ConfigError`."""
     prices = read_prices(asked.prices or NANO_PRICES)
+    if asked.block_size is not None:
+        prices = msgspec.structs.replace(prices, block_size=asked.block_size)
     requests = requests_of(asked)
     outcomes = []
     for spec in specs_of(asked):

@@ -839,10 +839,15 @@ def extend_chain(
         return
     raw = tokens.raw(known * block_size, num_blocks * block_size)
     nbytes = len(raw) // (num_blocks - known)
-    has_items = bool(features.overlapping(known * block_size, num_blocks * block_size))
+    items = features.window(features.overlapping(known * block_size, num_blocks * block_size))
     for block in range(num_blocks - known):
         hashed = parent + raw[block * nbytes : (block + 1) * nbytes]
-        if has_items:
+        if len(items) == 1:  # a picture of hundreds of tokens: it is not looked up for each block
+            (item,) = items
+            start = (known + block) * block_size
+            if item.offset < start + block_size and start < item.offset + item.length:
+                hashed += _describe(item, start, start + block_size)
+        elif items:
             start = (known + block) * block_size
             hashed += _describe_all(features, start, start + block_size)
         if frames is not None:
@@ -869,6 +874,10 @@ class BlockContent(NamedTuple):
     tokens: bytes
     items: tuple[bytes, ...]
     adapter: bytes = b""
+
+
+NO_CONTENT = BlockContent(None, b"", ())
+"""Told of a block where nobody needs what it holds."""
 
 
 def block_content(sequence: Sequence, index: int, block_size: int) -> BlockContent:

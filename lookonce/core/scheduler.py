@@ -22,7 +22,14 @@ from lookonce.core.kv_connector_state import KVConnectorState
 from lookonce.core.mm_features import FrameInputs
 from lookonce.core.planning import Planner
 from lookonce.core.preemption import Preemption
-from lookonce.core.request import Request, Sequence, SequenceState, Session, block_content
+from lookonce.core.request import (
+    NO_CONTENT,
+    Request,
+    Sequence,
+    SequenceState,
+    Session,
+    block_content,
+)
 from lookonce.core.request_validation import RequestValidator, check_rows
 from lookonce.core.scheduler_state import SchedulerOutput, SchedulerState
 from lookonce.core.sessions import Sessions
@@ -517,7 +524,9 @@ class UpdateFromOutput:
         if self._kv_connector is not None:
             self._kv_connector.note_registered(block_hash, block)
         if pool.events is not None:
-            content = block_content(sequence, index, pool.block_size)
+            content = NO_CONTENT
+            if pool.events.needs_content:
+                content = block_content(sequence, index, pool.block_size)
             pool.events.stored(block_hash, *content)
 
     def _tell_computed(self, sequence: Sequence) -> None:

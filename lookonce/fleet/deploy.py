@@ -67,7 +67,7 @@ KNOWN_SECONDS = 10.0
 """How long a front-end that starts waits for an engine of each model before it serves: one that
 takes another's place must not refuse what that one would have served."""
 HEALTH_SECONDS = 2.0
-SERVING = re.compile(r"^Serving .* on http://(\S+)$")
+SERVING = re.compile(r"^Serving .* on (?:http://)?(\S+)$")
 PR_SET_PDEATHSIG = 1
 ENGINE, FRONTEND = "Engine", "Frontend"
 
@@ -107,10 +107,13 @@ class Engine:
         host = "127.0.0.1" if local else ray.util.get_node_ip_address()
         self._events, self._replay = self._event_addresses(host, local=local)
         events = f"{self._events}?replay={self._replay}"
+        # On one machine a socket in a folder of this user: no other one reaches the engine.
+        listens = (
+            ("--uds", f"{self._folder.name}/http") if local else ("--host", host, "--port", "0")
+        )
         line = [
             *(sys.executable, "-m", "lookonce.cli.main", "serve", self._group.model),
-            *("--served-model-name", self._group.name, "--host", host, "--port", "0"),
-            *("--events", events),
+            *("--served-model-name", self._group.name, *listens, "--events", events),
             *(("--api-key-file", config.api_key_file) if config.api_key_file else ()),
             *self._group.options,
         ]
@@ -135,7 +138,7 @@ class Engine:
         return f"tcp://{host}:{ports[0]}", f"tcp://{host}:{ports[1]}"
 
     def _wait_ready(self) -> str:
-        """`HOST:PORT` of the server. Raises `RuntimeError` if it does not start."""
+        """`HOST:PORT` of the server, or `unix:PATH`. Raises `RuntimeError` if it does not start."""
         assert self._process.stdout is not None
         deadline = time.monotonic() + START_SECONDS
         for text in self._process.stdout:
@@ -303,7 +306,8 @@ def application(config: FleetConfig) -> Any:
             **common,
         )(Engine)
         made = msgspec.to_builtins(group.without_numbers())
-        deployment = _with_version(deployment, [made, *shared])
+        # Ray asks a replica for its price only if there was a policy when it started.
+        deployment = _with_version(deployment, [made, group.max_engines is not None, *shared])
         handles[name] = deployment.bind(made, fleet)
     frontend = serve.deployment(
         name=FRONTEND,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from typing import cast
 
 import httptools
@@ -47,9 +47,13 @@ class EngineAnswer:
         self.status = connection.status
         self.headers = connection.headers
 
-    async def chunks(self) -> AsyncIterator[bytes]:
-        """Raises `EngineLostError`. What has gathered meanwhile comes as one."""
-        while (chunk := await self._connection.read()) is not None:
+    async def chunks(self, take: Callable[[bytes], bool] | None = None) -> AsyncIterator[bytes]:
+        """Raises `EngineLostError`. What has gathered meanwhile comes as one.
+
+        While nothing else is to be had, `take` gets what comes, in the callback that receives it;
+        what it refuses (False) comes as a chunk. So a token wakes no task.
+        """
+        while (chunk := await self._connection.read(take)) is not None:
             yield chunk
 
     async def body(self) -> bytes:
@@ -153,6 +157,8 @@ class _Connection(asyncio.Protocol):
         self._waiter: asyncio.Future[None] | None = None
         self._chunks: list[bytes] = []
         self._unread = 0
+        self._take: Callable[[bytes], bool] | None = None
+        """Of the reader that waits."""
         self._paused = False
         self._writable = asyncio.Event()
         self._writable.set()
@@ -183,12 +189,16 @@ class _Connection(asyncio.Protocol):
         while not self._head_came:
             await self._wait()
 
-    async def read(self) -> bytes | None:
-        """What of the body has come; None at its end."""
+    async def read(self, take: Callable[[bytes], bool] | None = None) -> bytes | None:
+        """What of the body has come and was not taken; None at its end."""
         while not self._chunks:
             if self._complete:
                 return None
-            await self._wait()
+            self._take = take
+            try:
+                await self._wait()
+            finally:
+                self._take = None
         data = self._chunks[0] if len(self._chunks) == 1 else b"".join(self._chunks)
         self._chunks, self._unread = [], 0
         if self._paused and self._transport is not None:
@@ -249,10 +259,22 @@ class _Connection(asyncio.Protocol):
             self._parser.feed_data(data)
         except httptools.HttpParserError:
             self.abort()
-        if self._unread > MAX_UNREAD and not self._paused and self._transport is not None:
+        if self._take is not None and self._chunks and self._taken():
+            if not self._complete:
+                return
+        elif self._unread > MAX_UNREAD and not self._paused and self._transport is not None:
             self._paused = True
             self._transport.pause_reading()
         self._wake()
+
+    def _taken(self) -> bool:
+        """Whether the reader that waits took all that has come."""
+        data = self._chunks[0] if len(self._chunks) == 1 else b"".join(self._chunks)
+        if self._take is None or not self._take(data):
+            self._take = None  # what follows comes after this
+            return False
+        self._chunks, self._unread = [], 0
+        return True
 
     # --- the parser's callbacks ---
 

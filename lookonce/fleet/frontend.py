@@ -33,11 +33,12 @@ from lookonce.fleet.engine_http import (
     EngineLostError,
     Headers,
 )
-from lookonce.fleet.identity import Identity, Processor, identify_body
+from lookonce.fleet.identity import Identity, Processor, body_with_names, identify_body
 from lookonce.fleet.metrics import engines_families, fleet_families
 from lookonce.fleet.router import EngineState, NoEngineError, Route, Router
 from lookonce.fleet.subscriber import Change, EventSubscriber
 from lookonce.frontend.responses import ErrorBody, ErrorResponse
+from lookonce.server.http.connections import WRITE_NOW
 from lookonce.server.http.request_guard import RequestGuard
 from lookonce.server.http.responses import encode, error_response, error_type
 
@@ -51,9 +52,16 @@ METRICS_TIMEOUT = 2.0
 RETRIED_STATUSES = frozenset({502, 503})
 """An engine that answers so has not begun: another one may serve the request."""
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+ANSWER_TOKENS = re.compile(rb'"(?:completion|output)_tokens"\s*:\s*(\d{1,9})')
+MAX_USAGE_BYTES = 4096
+"""At the end of an answer, where its usage is."""
+OTHER_EVENTS = 3
+"""Of a stream: its first, which has no text, that with the reason of the end, and the last."""
 STORED_ID = re.compile(rb'"id"\s*:\s*"((?:resp|conv)_[^"]{1,200})"')
 STORED_PATH = re.compile(r"/v1/(?:responses|conversations)/([^/]+)(?:/.*)?")
 STORING_PATHS = frozenset({"/v1/responses", "/v1/conversations"})
+NAMING_PATHS = frozenset({"/v1/chat/completions"})
+"""Nothing of these requests is stored, so a picture's name may take its place."""
 BROADCAST_PATHS = frozenset(
     {
         "/inference/v1/abort_requests",
@@ -377,8 +385,38 @@ class Frontend:
         member = self._fleet.members.get(route.engine.name)
         if member is None:
             return False
+        named = self._with_names(exchange, body, route)
+        if named is not body:
+            with contextlib.suppress(_NotHeldError):
+                return await self._pass_on(exchange, named, request_id, route, member, whole=False)
+        return await self._pass_on(exchange, body, request_id, route, member)
+
+    def _with_names(self, exchange: _Exchange, body: bytes, route: Route) -> bytes:
+        """The body with names in place of pictures that the engine holds: it need not receive,
+        decode and hash them again."""
+        if exchange.path not in NAMING_PATHS:
+            return body
+        router, engine = self._fleet.router, route.engine
+        held = [each for each in route.identity.inline if router.holds_item(engine, each.key)]
+        return body_with_names(body, held)
+
+    async def _pass_on(
+        self,
+        exchange: _Exchange,
+        body: bytes,
+        request_id: str,
+        route: Route,
+        member: Member,
+        *,
+        whole: bool = True,
+    ) -> bool:
+        """As `_forward`. `whole`: no picture was replaced by its name. Raises `_NotHeldError` where
+        one was, and the engine does not hold it any more."""
         began = time.monotonic()
         async with exchange.asking(member, body, request_id) as answer:
+            if answer.status == 422 and not whole:
+                await answer.body()
+                raise _NotHeldError
             unknown = answer.status == 422 and any(m.bare for m in route.identity.media)
             if unknown or answer.status in RETRIED_STATUSES:
                 exchange.held = answer.status, answer.headers, await answer.body()
@@ -388,7 +426,7 @@ class Frontend:
                 (b"x-lookonce-route", route.why().encode("latin-1", "replace")),
             ]
             first: bytes | None = None
-            async for chunk in answer.chunks():
+            async for chunk in answer.chunks(exchange.write_now):
                 if first is None:
                     first = chunk
                     self._fleet.router.answered(route, time.monotonic() - began)
@@ -398,6 +436,8 @@ class Frontend:
             if first is None:
                 await exchange.begin(answer)
             await exchange.end()
+        if (num_tokens := exchange.answer_tokens()) is not None:
+            self._fleet.router.note_answer_tokens(num_tokens)
         return True
 
     def _learn_stored(self, path: str, chunk: bytes, engine: str) -> None:
@@ -501,6 +541,7 @@ class Frontend:
                 "encoder_outputs": len(router.outputs),
                 "items": len(router.items),
             },
+            "answer_tokens": round(router.answer_tokens, 4),
             "retried": self.retried,
         }
 
@@ -605,6 +646,10 @@ EngineAnswerParts = tuple[int, Headers, bytes]
 """Status, headers and body."""
 
 
+class _NotHeldError(Exception):
+    """The engine does not know a picture by its name."""
+
+
 class _ClientLeft(Exception):  # noqa: N818  not an error
     """Nobody waits for the answer, or it cannot be completed."""
 
@@ -621,6 +666,11 @@ class _Exchange:
         """Headers that the answer gets."""
         self.begun = False
         self._streams = self._ended = False
+        extension = scope.get("extensions", {}).get(WRITE_NOW, {})
+        self._write_now: Callable[[bytes], bool] = extension.get("write", lambda chunk: False)
+        self._num_events = 0
+        self._last = b""
+        """What was written last."""
         self.status = 0
         self.held: EngineAnswerParts | None = None
         """An answer that is given if no other engine has a better one."""
@@ -696,9 +746,31 @@ class _Exchange:
         self._streams = (b"content-type", b"text/event-stream; charset=utf-8") in answer.headers
         await self._start(answer.status, answer.headers)
 
+    def write_now(self, chunk: bytes) -> bool:
+        """Write a part of an answer that has begun, if that needs no waiting."""
+        if not self.begun or not self._write_now(chunk):
+            return False
+        self._note(chunk)
+        return True
+
+    def _note(self, chunk: bytes) -> None:
+        self._last = chunk
+        if self._streams:
+            self._num_events += chunk.count(b"data: ")
+
+    def answer_tokens(self) -> int | None:
+        """Of a model's answer that has ended: what its usage says, or else, of a stream, about as
+        many as it had events. None for other answers."""
+        if self.status != 200:
+            return None
+        if said := ANSWER_TOKENS.findall(self._last, max(0, len(self._last) - MAX_USAGE_BYTES)):
+            return int(said[-1])
+        return max(0, self._num_events - OTHER_EVENTS) if self._streams else None
+
     async def write(self, chunk: bytes) -> None:
         if self.left:
             raise _ClientLeft
+        self._note(chunk)
         await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
 
     async def end(self) -> None:

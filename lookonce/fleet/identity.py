@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import binascii
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -24,6 +24,10 @@ from lookonce.fleet.index import short
 BASE64_MARK = b";base64,"
 LARGE_BASE64 = 1 << 16
 """Characters of base64 from which it is cut out of a body before that is decoded."""
+MAX_TYPE_LENGTH = 256
+"""Of a data URL before its base64, as engines read it."""
+HASH_SCHEME = "lookonce:"
+"""Of URLs that name a picture by its MediaHash (`render.media.loader`)."""
 PIECE_CHARS = 1024
 """Text is cut at multiples of so many characters from its beginning."""
 PIECE_TOKENS = 256
@@ -79,6 +83,16 @@ class Piece(msgspec.Struct, frozen=True, gc=False):
     """Index in `Identity.media`."""
 
 
+class InlinePicture(msgspec.Struct, frozen=True, gc=False):
+    """Where the data URL of a large picture stands in a body, and what names it instead."""
+
+    key: int
+    start: int
+    end: int
+    digest: bytes
+    """Its MediaHash."""
+
+
 class Identity(msgspec.Struct, frozen=True):
     """What the router needs to know of a request."""
 
@@ -90,6 +104,18 @@ class Identity(msgspec.Struct, frozen=True):
     """Digest of the session that it names: its requests go to one engine."""
     stored: str | None = None
     """Id of a stored response or conversation that it goes on with."""
+    inline: tuple[InlinePicture, ...] = ()
+    """In the order of the body."""
+
+
+def body_with_names(body: bytes, pictures: Iterable[InlinePicture]) -> bytes:
+    """The body with `lookonce:` URLs in place of these pictures' data URLs."""
+    kept: list[bytes | memoryview] = []
+    view, at = memoryview(body), 0
+    for picture in pictures:
+        kept += (view[at : picture.start], f"{HASH_SCHEME}{picture.digest.hex()}".encode())
+        at = picture.end
+    return b"".join([*kept, view[at:]]) if kept else body
 
 
 class Payloads:
@@ -98,6 +124,8 @@ class Payloads:
 
     def __init__(self) -> None:
         self._data: dict[str, bytes] = {}
+        self._spans: dict[str, tuple[int, int]] = {}
+        """Name → where its URL stands in the body."""
         self._prefix = f"#{os.urandom(8).hex()}-"  # no base64, and nothing that a client can name
         self._read: set[str] = set()
 
@@ -118,6 +146,9 @@ class Payloads:
                 continue
             name = f"{self._prefix}{len(self._data)}"
             self._data[name] = data
+            opened = body.rfind(b'"', max(0, found - MAX_TYPE_LENGTH), found) + 1
+            if opened and body[opened : opened + 5] == b"data:":
+                self._spans[name] = opened, end
             kept += (view[at:start], name.encode())
             at = end
         return b"".join([*kept, view[at:]]) if kept else body
@@ -127,6 +158,11 @@ class Payloads:
         if data is not None:
             self._read.add(name)
         return data
+
+    def picture(self, name: str, key: int, digest: bytes) -> InlinePicture | None:
+        """A payload that is a picture by itself; None for what is not a whole URL."""
+        span = self._spans.get(name)
+        return None if span is None else InlinePicture(key, *span, digest)
 
     @property
     def all_read(self) -> bool:
@@ -185,6 +221,7 @@ def identify(
         tokens,
         _digest(b"session", scope, str(session).encode()) if named else None,
         _stored(body),
+        tuple(sorted(reader.inline, key=lambda picture: picture.start)),
     )
 
 
@@ -217,6 +254,7 @@ class _Reader:
         self._options = _encoded(options) if options else b""
         self.media: list[Medium] = []
         self.pieces: list[Piece] = []
+        self.inline: list[InlinePicture] = []
         self._hash = scope
 
     def read(self) -> None:
@@ -274,7 +312,12 @@ class _Reader:
             return Medium(modality, self._alias(_encoded(part)), exact=False)
         data = self._decoded(sent)
         if data is not None and modality != "video" and not self._options:
-            return Medium(modality, self._key(modality, data), exact=True)
+            digest = self._media_hash(modality, data)
+            key = short(item_key(self._scope, digest))
+            if modality == "image" and len(sent) < MAX_TYPE_LENGTH:
+                picture = self._payloads.picture(sent.partition(",")[2], key, digest)
+                self.inline += () if picture is None else (picture,)
+            return Medium(modality, key, exact=True)
         named = sent.encode(errors="replace") if data is None else data
         return Medium(modality, self._alias(modality.encode(), named), exact=False)
 
@@ -293,14 +336,13 @@ class _Reader:
         except (binascii.Error, ValueError):
             return None
 
-    def _key(self, modality: str, data: bytes) -> int:
-        digest = media_hash(
+    def _media_hash(self, modality: str, data: bytes) -> bytes:
+        return media_hash(
             data,
             modality=modality,
             fingerprint=self._processor.fingerprint,
             algorithm=self._processor.algorithm,
         )
-        return short(item_key(self._scope, digest))
 
     def _alias(self, *sent: bytes) -> int:
         return _digest(b"alias", self._scope, self._options, *sent)

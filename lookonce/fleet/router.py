@@ -55,6 +55,8 @@ MIN_TOKENS = 32
 MIN_PROMPTS = 4
 """Computed between two measurements of what a request takes."""
 RECOMPUTED = 1.5
+BESIDE = 0.5
+"""Of the seconds of an answer, what a request beside it waits for: steps decode all of them."""
 EQUAL_SECONDS = 1e-4
 """Prices that differ by less are equal: the engine with fewer requests is chosen."""
 DEFAULT_ANSWER_TOKENS = 64.0
@@ -158,7 +160,7 @@ class EngineState:
         """Work there, of requests sent by others too."""
         if not self.others:
             return self.backlog
-        usual = DEFAULT_ANSWER_TOKENS * self.rates.decoded_token
+        usual = BESIDE * DEFAULT_ANSWER_TOKENS * self.rates.decoded_token
         if self.num_requests:
             usual = self.backlog / self.num_requests
         return self.backlog + self.others * usual
@@ -308,7 +310,8 @@ class Router:
         self._stored: OrderedDict[str, str] = OrderedDict()
         self._running: dict[str, Route] = {}
         self._chars_per_token = DEFAULT_CHARS_PER_TOKEN
-        self._answer_tokens = DEFAULT_ANSWER_TOKENS
+        self.answer_tokens = DEFAULT_ANSWER_TOKENS
+        """That an answer usually has."""
         self.routed: Counter[tuple[str, str]] = Counter()
         """(engine, reason) → requests."""
 
@@ -493,36 +496,46 @@ class Router:
                 total += lengths[piece.medium]
             ends.append(total)
         known = self._known_pieces(identity, candidates)
-        held = [(self.outputs.holders(key), self.items.holders(key)) for _, key in media]
         rates = _rates_of(candidates)
         longest = max(known.values())
-        return [
-            self._work(
-                *(engine, rates[engine.number], identity, media, held),
-                *(known[engine.number], longest, ends),
-            )
-            for engine in candidates
+        places = {piece.medium: at for at, piece in enumerate(identity.pieces)}
+        held = [
+            (places.get(number, math.inf), key, self.outputs.holders(key), self.items.holders(key))
+            for number, (_, key) in enumerate(media)
         ]
+        answer = self.answer_tokens
+        if identity.max_tokens is not None:
+            answer = min(answer, max(0, identity.max_tokens))
+        works = []
+        for engine in candidates:
+            of_engine = rates[engine.number]
+            num_known = known[engine.number]
+            tier = of_engine.tier_token
+            num_held = num_known if tier is None or tier >= of_engine.prompt_token else longest
+            work = Work(answer=BESIDE * answer * of_engine.decoded_token, num_tokens=round(total))
+            self._add_media(work, engine, of_engine, held, num_held)
+            computed = ends[num_known - 1] if num_known else 0.0
+            read = ends[num_held - 1] if num_held else 0.0
+            work.known_tokens = round(computed)
+            work.prompt = (total - read) * of_engine.prompt_token
+            work.prompt += (read - computed) * (tier or 0.0)
+            works.append(work)
+        return works
 
-    def _work(
+    def _add_media(
         self,
+        work: Work,
         engine: EngineState,
         rates: Rates,
-        identity: Identity,
-        media: Sequence[tuple[Medium, int]],
-        held: Sequence[tuple[int, int]],
-        num_known: int,
-        num_elsewhere: int,
-        ends: Sequence[float],
-    ) -> Work:
-        """`num_known`: pieces that this engine has computed; `num_elsewhere`: that any one has."""
-        number, work = engine.number, Work()
-        tier = rates.tier_token
-        num_held = num_known if tier is None or tier >= rates.prompt_token else num_elsewhere
-        covered = {piece.medium for piece in identity.pieces[:num_held]}
+        held: Sequence[tuple[float, int, int, int]],
+        num_held: int,
+    ) -> None:
+        """What media cost at an engine. `held`: of each its piece, its key, and a bit for each
+        engine that holds its output, and its item; `num_held`: pieces whose tokens are held."""
+        number = engine.number
         seen: set[int] = set()
-        for index, ((_, key), (outputs, items)) in enumerate(zip(media, held, strict=True)):
-            if index in covered or outputs >> number & 1 or engine.expected.get(key) or key in seen:
+        for piece, key, outputs, items in held:
+            if piece < num_held or outputs >> number & 1 or engine.expected.get(key) or key in seen:
                 work.num_known += 1
                 continue
             seen.add(key)
@@ -532,17 +545,6 @@ class Router:
             work.media += rates.encoder_run
             if not items >> number & 1:
                 work.media += rates.processing
-        total = ends[-1] if ends else 0.0
-        first = ends[num_known - 1] if num_known else 0.0
-        work.num_tokens, work.known_tokens = round(total), round(first)
-        held_tokens = ends[num_held - 1] if num_held else 0.0
-        work.prompt = (total - held_tokens) * rates.prompt_token
-        work.prompt += (held_tokens - first) * (tier or 0.0)
-        answer = self._answer_tokens
-        if identity.max_tokens is not None:
-            answer = min(answer, max(0, identity.max_tokens))
-        work.answer = answer * rates.decoded_token
-        return work
 
     def _known_pieces(
         self, identity: Identity, candidates: Sequence[EngineState]
@@ -637,8 +639,13 @@ class Router:
                 if node is not None and node.blocks.get(engine.number, 0) is None:
                     del node.blocks[engine.number]
 
+    def holds_item(self, engine: EngineState, key: int) -> bool:
+        """Whether its events said that it holds the processed item."""
+        return self.items.holds(engine.number, key)
+
     def note_answer_tokens(self, num_tokens: int) -> None:
-        self._answer_tokens += 0.1 * (num_tokens - self._answer_tokens)
+        """An answer has ended and had so many."""
+        self.answer_tokens += 0.1 * (num_tokens - self.answer_tokens)
 
     def bind_stored(self, stored: str, engine: str) -> None:
         """A stored response or conversation is at this engine."""

@@ -19,6 +19,7 @@ from lookonce.fleet.frontend import Frontend
 from lookonce.ipc.peer import peer_uid
 from lookonce.server.http.connections import Connections
 from lookonce.server.http.uvicorn_server import AcceptingServer
+from lookonce.types.memory import keep_freed_memory
 
 BACKLOG = 2048
 """Connections that may wait to be accepted."""
@@ -111,6 +112,10 @@ class FrontendServer(AcceptingServer):
         super().__init__(frontend, connections)
         self._frontend = frontend
         self._drain_timeout = config.drain_timeout
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        keep_freed_memory()
+        await super().startup(sockets)
 
     async def stop(self) -> None:
         """Accept no connections, and end when those that are open have ended: each after the

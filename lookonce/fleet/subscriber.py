@@ -25,8 +25,9 @@ END_OF_REPLAY = b"\xff" * 8
 ANSWER_SECONDS = 5.0
 """How long the answers to one request may take."""
 RETRY_SECONDS = 0.5
-GATHER_SECONDS = 0.005
-"""Batches that come within this time are handed on together."""
+GATHER_SECONDS = 0.02
+"""Batches that come within this time are handed on together: to be woken costs more than a batch,
+and what was sent to an engine counts as held there before it says so."""
 POLL_MILLISECONDS = 200
 
 

@@ -53,7 +53,7 @@ from lookonce.server.otlp import exporting
 from lookonce.server.services import Services, open_services
 from lookonce.server.warmup import warming_up
 from lookonce.types.logs import configure_logging
-from lookonce.types.memory import give_memory_back
+from lookonce.types.memory import give_memory_back, keep_freed_memory
 from lookonce.types.stack_samples import listen_for_samples
 
 logger = logging.getLogger("lookonce.server")
@@ -200,11 +200,12 @@ async def _wait_for_engine(services: Services) -> None:
 
 def settle_memory() -> None:
     """Exempt all objects that exist now from garbage collection, and collect less often; what the
-    start has freed goes back to the system."""
+    start has freed goes back to the system, and what requests free is kept for the next ones."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(YOUNG_OBJECTS, *gc.get_threshold()[1:])
     give_memory_back()
+    keep_freed_memory()
 
 
 class DrainOnSignal:

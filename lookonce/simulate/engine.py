@@ -3,14 +3,16 @@
     arrival ─▶ API process ─▶ media workers ─▶ scheduler ─▶ steps ─▶ first token, end
                request        directory        plan         Prices   update
 
-The API process does one thing at a time, and media workers one item each. A step takes what the
-price list says of its plan. Where the scheduler says that steps only decode (`core.decode_runs`),
+The API process does one thing at a time, and media workers one item each. Engine, API process and
+workers share cores where the price list says how many there are. A step takes what the price list
+says of its plan. Where the scheduler says that steps only decode (`core.decode_runs`),
 as many as nothing interrupts are one event.
 """
 
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
@@ -29,6 +31,7 @@ from lookonce.core.scheduler_state import SchedulerOutput, SchedulerState
 from lookonce.engine.process.cache_events import LOAD_SECONDS, Load, StepEvents
 from lookonce.errors import RequestError
 from lookonce.kv.connector import KVConnector
+from lookonce.simulate.cores import Cores, Job
 from lookonce.simulate.prices import Prices
 from lookonce.simulate.tiers import (
     SimulatedChain,
@@ -133,6 +136,8 @@ class _Run:
     num_steps: int
     num_rows: int
     context: int
+    job: Job | None = None
+    """Where cores are shared."""
 
 
 @dataclass(slots=True)
@@ -142,8 +147,34 @@ class EngineTotals:
     steps: int = 0
     busy: float = 0.0
     """Seconds of steps."""
-    processed: int = 0
-    media: int = 0
+
+
+class _Process:
+    """Does so many things at a time, in the order in which they were asked for."""
+
+    def __init__(self, work: Callable[..., None], threads: int) -> None:
+        self._work, self._free = work, threads
+        self._waiting: deque[tuple[float, Callable[..., None], tuple[Any, ...]]] = deque()
+
+    def run(self, seconds: float, call: Callable[..., None], *arguments: Any) -> None:
+        """Call when it has worked for `seconds` on this."""
+        if self._free:
+            self._free -= 1
+            self._work(seconds, self._ended, call, arguments)
+        else:
+            self._waiting.append((seconds, call, arguments))
+
+    def _ended(self, call: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+        if self._waiting:
+            seconds, *following = self._waiting.popleft()
+            self._work(seconds, self._ended, *following)
+        else:
+            self._free += 1
+        call(*arguments)
+
+
+def _nothing() -> None:
+    """Nobody waits for it."""
 
 
 class SimulatedEngine:
@@ -218,13 +249,16 @@ class SimulatedEngine:
                 "kv-events",
                 self.scheduler.take_output_changes,
                 self.load,
+                needs_content=False,
             )
             self.scheduler.watch(self._events)
         self._served: dict[str, Served] = {}
-        self._api_free = 0.0
-        self._workers = [0.0] * prices.media_workers
-        self._making: dict[bytes, float] = {}
-        """Key of an item that is being processed → when it is done."""
+        self._cores = Cores(clock, prices.cores) if prices.cores else None
+        self._api = _Process(self._work, 1)
+        self._workers = _Process(self._work, prices.media_workers)
+        self._making: dict[bytes, list[tuple[Served, list[bytes]]]] = {}
+        """Key of an item that is being processed → the requests that wait for it, with the keys
+        that each has pinned."""
         self._busy = False
         self._run: _Run | None = None
         self._version = 0
@@ -274,11 +308,17 @@ class SimulatedEngine:
         """A request's last byte has come."""
         served.engine = self
         self.num_requests += 1
-        request, prices, now = served.request, self.prices, self.clock.now
+        request, prices = served.request, self.prices
         sent = sum(medium.num_bytes for medium in request.media)
         seconds = prices.of_request(request.prompt_tokens, sent) / (1.0 - self._streaming_share())
-        self._api_free = max(now, self._api_free) + seconds
-        self.clock.at(self._api_free, self._resolve, served)
+        self._api.run(seconds, self._resolve, served)
+
+    def _work(self, seconds: float, call: Callable[..., None], *arguments: Any) -> None:
+        """Call when a thread has worked for `seconds`."""
+        if self._cores is None:
+            self.clock.after(seconds, call, *arguments)
+        else:
+            self._cores.run(seconds, call, *arguments)
 
     def _streaming_share(self) -> float:
         """Of the API process's time that goes into tokens of the steps under way."""
@@ -290,38 +330,36 @@ class SimulatedEngine:
 
     def _resolve(self, served: Served) -> None:
         """Find its media, or have them processed."""
-        now, ready = self.clock.now, self.clock.now
         pinned: list[bytes] = []
         for medium in served.request.media:
-            self.totals.media += 1
             key = medium.key
             if self.directory.lookup(key) is not None:
                 pinned.append(key)
                 self.directory.count("hit")
                 continue
-            done = self._making.get(key)
-            if done is None:
+            waiting = self._making.get(key)
+            if waiting is None:
+                waiting = self._making[key] = []
                 seconds = self.prices.of_processing(medium.pixels, medium.length)
-                done = max(now, self._workers[0]) + seconds
-                heapq.heapreplace(self._workers, done)
-                self._making[key] = done
-                self.clock.at(done, self._made, key, medium.length)
+                self._workers.run(seconds, self._made, key, medium.length)
                 served.processed += 1
-                self.totals.processed += 1
                 self.directory.count("miss")
             else:
                 self.directory.count("hit")
-            ready = max(ready, done)
-        if ready > now:
-            self.clock.at(ready, self._submit, served, pinned)
-        else:
+            if not waiting or waiting[-1][0] is not served:
+                waiting.append((served, pinned))
+                served.waits_for += 1
+        if not served.waits_for:
             self._submit(served, pinned)
 
     def _made(self, key: bytes, length: int) -> None:
-        del self._making[key]
         nbytes = ITEM_OVERHEAD + length * self.prices.item_token_bytes
         if key not in self.directory:
             self.directory.try_list(key, nbytes, _expansion(length))
+        for served, pinned in self._making.pop(key):
+            served.waits_for -= 1
+            if not served.waits_for:
+                self._submit(served, pinned)
 
     # --- the engine -----------------------------------------------------------------------------
 
@@ -377,6 +415,7 @@ class SimulatedEngine:
         if plan is None:
             output = self.scheduler.take_output()
             self._busy = False
+            self._note_streaming()
             if output:
                 self._take(output)
             self._tell_load()
@@ -384,7 +423,12 @@ class SimulatedEngine:
         seconds = self.prices.of_step(plan) if plan.scheduled or plan.encode else 0.0
         self._step = plan, seconds
         self._version += 1
-        self.clock.after(seconds, self._end_step, self._version)
+        self._note_streaming()
+        self._work(seconds, self._end_step, self._version)
+
+    def _note_streaming(self) -> None:
+        if self._cores is not None:
+            self._cores.set_background(self._streaming_share())
 
     def _begin_run(self, num_steps: int) -> None:
         decoding = self._state.queues.decoding
@@ -394,7 +438,12 @@ class SimulatedEngine:
             until = self._next_load - run.began
             run.num_steps = min(num_steps, self._steps_until(run, until))
         self._version += 1
-        self.clock.at(run.began + self._seconds(run, run.num_steps), self._end_step, self._version)
+        seconds = self._seconds(run, run.num_steps)
+        if self._cores is None:
+            self.clock.at(run.began + seconds, self._end_step, self._version)
+        else:
+            self._note_streaming()
+            run.job = self._cores.run(seconds, self._end_step, self._version)
 
     def _seconds(self, run: _Run, num_steps: int) -> float:
         return self.prices.of_decodes(run.num_rows, run.context, num_steps)
@@ -414,11 +463,18 @@ class SimulatedEngine:
         """Let the run end with the step under way."""
         run = self._run
         assert run is not None
-        num_steps = self._steps_until(run, self.clock.now - run.began)
+        if self._cores is None or run.job is None:
+            num_steps = self._steps_until(run, self.clock.now - run.began)
+        else:
+            num_steps = self._steps_until(run, self._cores.done(run.job))
         if num_steps < run.num_steps:
             run.num_steps = num_steps
+            seconds = self._seconds(run, num_steps)
+            if self._cores is not None and run.job is not None:
+                self._cores.resize(run.job, seconds)
+                return
             self._version += 1
-            self.clock.at(run.began + self._seconds(run, num_steps), self._end_step, self._version)
+            self.clock.at(run.began + seconds, self._end_step, self._version)
 
     def _end_step(self, version: int) -> None:
         if version != self._version:
@@ -485,7 +541,8 @@ class SimulatedEngine:
                 self._on_first(served)
             if delta.finish_reason is not None:
                 served = self._served.pop(delta.request_id)
-                self._api_free = max(self._api_free, self.clock.now) + self.prices.end
+                if self.prices.end:
+                    self._api.run(self.prices.end, _nothing)
                 self._end(served, "" if delta.error is None else str(delta.error))
 
     def _end(self, served: Served, failed: str) -> None:

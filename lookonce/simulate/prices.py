@@ -64,6 +64,9 @@ class Prices(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     process_pixel: float = 0.0
     process_token: float = 0.0
     media_workers: int = 2
+    cores: float = 0.0
+    """That the engine, the API process and the media workers of a server share; 0: each has one of
+    its own."""
     route: float = 0.0
     """In a fleet: from the front-end to the engine's server."""
     # External tiers.

@@ -48,7 +48,7 @@ YOUNG_OBJECTS = 200_000
 """Allocations between two collections of garbage."""
 MOST_COMPARED = 64
 """Engines of which the router compares all."""
-KNOWING_COMPARED, IDLE_COMPARED = 16, 8
+KNOWING_COMPARED, IDLE_COMPARED = 8, 4
 """Of more engines: those that know most of a request, and those with the least to do."""
 _SPREAD = 0x9E3779B97F4A7C15
 _MASK = 0xFFFF_FFFF_FFFF_FFFF
@@ -184,23 +184,23 @@ class PriceRouter:
 def _append(changes: list[Change], topic: str, change: cache_events.Change) -> None:
     """As a subscriber would get it; keys that come or go together are one change."""
     last = changes[-1] if changes else None
-    match change:
-        case cache_events.Stored(key) | cache_events.Held(key):
-            if isinstance(last, Added) and last.topic == topic:
-                last.keys.append(short(key))
-            else:
-                changes.append(Added(topic, [short(key)]))
-        case cache_events.Removed(key):
-            if isinstance(last, Gone) and last.topic == topic:
-                last.keys.append(short(key))
-            else:
-                changes.append(Gone(topic, [short(key)]))
-        case cache_events.Cleared():
-            changes.append(AllGone(topic))
-        case cache_events.Computed(request_id, num_tokens, block_hash, items):
-            changes.append(PromptComputed(request_id, num_tokens, list(items), block_hash))
-        case cache_events.Load():
-            changes.append(EngineLoad(*msgspec.structs.astuple(change)))
+    if isinstance(change, cache_events.Stored | cache_events.Held):
+        if isinstance(last, Added) and last.topic == topic:
+            last.keys.append(short(change.key))
+        else:
+            changes.append(Added(topic, [short(change.key)]))
+    elif isinstance(change, cache_events.Removed):
+        if isinstance(last, Gone) and last.topic == topic:
+            last.keys.append(short(change.key))
+        else:
+            changes.append(Gone(topic, [short(change.key)]))
+    elif isinstance(change, cache_events.Load):
+        changes.append(EngineLoad(*msgspec.structs.astuple(change)))
+    elif isinstance(change, cache_events.Computed):
+        told = change.request_id, change.num_tokens, list(change.items), change.block_hash
+        changes.append(PromptComputed(*told))
+    else:
+        changes.append(AllGone(topic))
 
 
 def identity_of(request: TraceRequest) -> Identity:

@@ -174,6 +174,10 @@ class ExternalEncoderCache(Protocol):
 class BlockEvents(Protocol):
     """Is told what the prefix cache gains and loses, in order, by the step thread."""
 
+    @property
+    def needs_content(self) -> bool:
+        """Whether it has to be told what a block holds, not only its hash."""
+
     def stored(
         self,
         block_hash: bytes,

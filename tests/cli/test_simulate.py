@@ -55,6 +55,23 @@ def test_per_engine_grows_the_trace_with_the_fleet(tmp_path: Path) -> None:
     assert [run["requests"] for run in json.loads(path.read_text())["runs"]] == [5, 15]
 
 
+def test_prompts_are_found_in_whole_blocks(tmp_path: Path) -> None:
+    """Two requests with one beginning of 512 tokens, of which whole blocks are found."""
+    trace, path = tmp_path / "trace.jsonl", tmp_path / "figures.json"
+    asked = {"input_length": 600, "output_length": 2}
+    lines = (
+        json.dumps({"timestamp": 60_000 * number, "hash_ids": [1, 2 + number], **asked})
+        for number in range(2)
+    )
+    trace.write_text("\n".join(lines))
+    found = {}
+    for size in (None, 48, 300):
+        run_simulate(Asked(trace=str(trace), block_size=size, json_file=path))
+        (told,) = json.loads(path.read_text())["runs"]
+        found[size] = told["prefix_hit_rate"] * 1200
+    assert found == pytest.approx({None: 512, 48: 480, 300: 300})
+
+
 def test_the_cheapest_that_is_quick_enough_is_taken() -> None:
     found = [outcome(2, 3.0), outcome(4, 0.9), outcome(6, 0.5), outcome(3, 0.8, failed=1)]
     line = recommend(found, Costs(), 1.0)

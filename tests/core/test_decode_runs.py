@@ -21,6 +21,8 @@ BLOCK_SIZE = 4
 class Told:
     """What the prefix cache tells its followers."""
 
+    needs_content = True
+
     def __init__(self, pool: BlockPool) -> None:
         self.log: list[tuple[str, bytes]] = []
         pool.events = self

@@ -13,11 +13,15 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from lookonce.config import Options, resolve
+from lookonce.cache.identity import item_key, media_hash, scope_digest
+from lookonce.config import ITEM_TOPIC, Options, resolve
 from lookonce.fleet.frontend import EngineAddress, Fleet, Frontend
+from lookonce.fleet.index import short
 from lookonce.fleet.router import Router
 from lookonce.fleet.server import FrontendServer, ListenerOwner, listening, shared_listener
+from lookonce.fleet.subscriber import Added, Gone
 from tests.support.fake_engine import (
+    FINGERPRINT,
     Answer,
     FakeEngine,
     Received,
@@ -120,6 +124,108 @@ async def test_pictures_are_sent_to_where_they_are() -> None:
             asked = [r.json["messages"][0]["content"][0]["image_url"] for r in engine.received]
             for url in asked:
                 assert asked.count(url) == 2
+
+
+def large_picture() -> tuple[str, str]:
+    """A data URL from which base64 is cut out of a body, and what names it."""
+    data = bytes(range(256)) * 300
+    digest = media_hash(data, modality="image", fingerprint=bytes.fromhex(FINGERPRINT))
+    return f"data:image/png;base64,{base64.b64encode(data).decode()}", f"lookonce:{digest.hex()}"
+
+
+async def test_an_engine_that_holds_a_picture_gets_its_name_alone() -> None:
+    url, name = large_picture()
+    content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "ü?"}]
+    named = [{"type": "image_url", "image_url": {"url": name}}, content[1]]
+    async with serving(FakeEngine("a")) as served:
+        (state,) = served.fleet.router.engines.values()
+        digest = bytes.fromhex(name.removeprefix("lookonce:"))
+        key = short(item_key(scope_digest("", None), digest))
+        await served.ask(content)
+        served.fleet.router.apply(state, [Added(ITEM_TOPIC, [key])])
+        await served.ask(content)
+        await served.ask(content, mm_processor_kwargs={"max_pixels": 1000})
+        body = {"model": "nano", "input": [{"role": "user", "content": content}]}
+        await served.client.post("/v1/responses", json=body)
+        served.fleet.router.apply(state, [Gone(ITEM_TOPIC, [key])])
+        await served.ask(content)
+        first, second, optioned, stored, last = (r.json for r in served.engines[0].received)
+        for sent in (first, optioned, last):
+            assert sent["messages"][0]["content"] == content
+        assert stored["input"][0]["content"] == content
+        assert second["messages"][0]["content"] == named
+        assert second | {"messages": 0} == first | {"messages": 0}
+
+
+async def test_a_client_that_reads_slowly_gets_all_in_order() -> None:
+    pieces = [bytes([number]) * 200_000 for number in range(100)]
+
+    async def streams(engine: FakeEngine, request: Received, writer: asyncio.StreamWriter) -> None:
+        begin_stream(writer)
+        for piece in pieces:
+            send_chunk(writer, piece)
+            await writer.drain()
+        writer.write(b"0\r\n\r\n")
+
+    async with serving(FakeEngine("a", answer=streams)) as served:
+        got = bytearray()
+        async with served.client.stream("POST", "/v1/chat/completions", json={}) as response:
+            async for part in response.aiter_raw(1 << 20):
+                got += part
+                await asyncio.sleep(0.005)
+        assert got == b"".join(pieces)
+
+
+async def test_the_length_of_answers_is_learned_with_and_without_usage() -> None:
+    event = b'data: {"choices":[{"delta":{"content":"a"}}]}\n\n'
+    usage = b'data: {"usage":{"prompt_tokens":3,"completion_tokens":40}}\n\ndata: [DONE]\n\n'
+
+    async def streams(engine: FakeEngine, request: Received, writer: asyncio.StreamWriter) -> None:
+        if not request.json.get("stream"):
+            reply(writer, 200, {"usage": {"completion_tokens": 20}})
+            return
+        begin_stream(writer)
+        for number in range(13):
+            send_chunk(writer, event)
+            await writer.drain()
+            if number in (3, 6):
+                await asyncio.sleep(0.01)
+        if request.json.get("stream_options"):
+            send_chunk(writer, usage)
+        writer.write(b"0\r\n\r\n")
+
+    async with serving(FakeEngine("a", answer=streams)) as served:
+
+        async def usual() -> float:
+            found: float = (await served.client.get("/fleet")).json()["answer_tokens"]
+            return found
+
+        assert await usual() == 64
+        response = await served.ask(stream=True)
+        assert response.content == 13 * event
+        assert await usual() == 58.6  # a tenth of the way to the 10 events that are text
+        response = await served.ask(stream=True, stream_options={"include_usage": True})
+        assert response.content == 13 * event + usage
+        assert await usual() == 56.74
+        await served.ask()
+        assert await usual() == 53.066
+
+
+async def test_an_engine_that_does_not_know_the_name_gets_the_picture() -> None:
+    async def forgets(engine: FakeEngine, request: Received, writer: asyncio.StreamWriter) -> None:
+        if b"lookonce:" in request.body:
+            reply(writer, 422, {"error": {"code": "media_not_cached"}})
+        else:
+            reply(writer, 200, {"engine": engine.name})
+
+    url, name = large_picture()
+    async with serving(FakeEngine("a", answer=forgets), FakeEngine("b")) as served:
+        state = served.fleet.router.engines["a"]
+        key = short(item_key(scope_digest("", None), bytes.fromhex(name[9:])))
+        served.fleet.router.apply(state, [Added(ITEM_TOPIC, [key])])
+        response = await served.ask([{"type": "image_url", "image_url": {"url": url}}])
+        assert response.json() == {"engine": "a"}
+        assert [len(r.body) > 100_000 for r in served.named("a").received] == [False, True]
 
 
 async def test_an_engine_that_dies_before_its_answer_has_begun_is_replaced() -> None:

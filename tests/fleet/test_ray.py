@@ -29,6 +29,7 @@ pytest.importorskip("ray")
 pytestmark = [pytest.mark.fleet, pytest.mark.timeout(600)]
 
 ENGINES = 3
+DELAYS = {"upscale_delay": 1.0, "downscale_delay": 2.0}
 EXAMPLE = Path(__file__).parents[2] / "deploy/kubernetes/fleet/lookonce-fleet.yaml"
 
 
@@ -190,7 +191,10 @@ def test_a_client_that_leaves_ends_its_request(fleet: RunningFleet) -> None:
 class Bystanders:
     """Clients that ask all the time, and what went wrong for them."""
 
-    def __init__(self, fleet: RunningFleet, number: int = 4, retries: int = 0) -> None:
+    def __init__(
+        self, fleet: RunningFleet, number: int = 4, retries: int = 0, max_tokens: int = 8
+    ) -> None:
+        self._max_tokens = max_tokens
         self.failures: list[str] = []
         self.answered = 0
         self._stop = threading.Event()
@@ -217,7 +221,8 @@ class Bystanders:
         while not self._stop.is_set():
             turn += 1
             try:
-                ask(client, [picture(100 + number), {"type": "text", "text": f"{turn}?"}])
+                content = [picture(100 + number), {"type": "text", "text": f"{turn}?"}]
+                ask(client, content, max_tokens=self._max_tokens)
                 self.answered += 1
             except openai.OpenAIError as error:
                 self.failures.append(repr(error))
@@ -234,21 +239,20 @@ def test_engines_come_and_go_without_a_failed_request(fleet: RunningFleet) -> No
 def test_a_rolling_update_fails_no_request(fleet: RunningFleet) -> None:
     before = {engine["name"] for engine in fleet.engines()}
     with Bystanders(fleet) as bystanders:
-        fleet.scale(2, seqs=6)
+        fleet.scale(2, seqs=6, max_engines=3, target_wait=1000.0, **DELAYS)
         until(lambda: not before & {e["name"] for e in fleet.engines()}, 300)
         fleet.until_engines(2)
     assert bystanders.failures == []
 
 
 def test_a_queue_that_costs_too_much_gets_another_engine(fleet: RunningFleet) -> None:
-    delays = {"upscale_delay": 1.0, "downscale_delay": 2.0}
-    fleet.scale(2, seqs=6)
-    fleet.until_engines(2)
-    with Bystanders(fleet) as bystanders:
-        fleet.scale(2, seqs=6, max_engines=3, target_wait=0.0005, **delays)
+    before = {engine["name"] for engine in fleet.engines()}
+    with Bystanders(fleet, number=6, max_tokens=64) as bystanders:
+        fleet.scale(2, seqs=6, max_engines=3, target_wait=0.002, **DELAYS)
         fleet.until_engines(3)
+        assert before < {engine["name"] for engine in fleet.engines()}
     fleet.until_engines(2)
-    fleet.scale(2, seqs=6)
+    fleet.scale(2, seqs=6, max_engines=3, target_wait=1000.0, **DELAYS)
     assert bystanders.failures == []
 
 

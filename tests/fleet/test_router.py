@@ -7,6 +7,7 @@ import json
 import math
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -14,7 +15,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from lookonce.cache.identity import item_key, media_hash, name_digest, scope_digest
 from lookonce.config import ENCODER_TOPIC, ITEM_TOPIC
-from lookonce.fleet.identity import Identity, Processor, identify, identify_body
+from lookonce.fleet.identity import (
+    Identity,
+    Processor,
+    body_with_names,
+    identify,
+    identify_body,
+)
 from lookonce.fleet.index import short
 from lookonce.fleet.router import NoEngineError, QueuePrice, Route, Router, engines_wanted
 from lookonce.fleet.subscriber import Added, AllGone, EngineLoad, Gone, PromptComputed
@@ -133,9 +140,23 @@ LARGE = [base64.b64encode(bytes([n]) * 60_000).decode() for n in range(3)]
 def test_a_body_says_the_same_however_it_is_read(content: Any) -> None:
     given = chat(content)
     body = json.dumps(given).encode()
-    assert identify_body(body, "a", lambda _: PROCESSOR)[1] == identity(given, "a")
-    escaped = body.replace(b"/", rb"\/")
-    assert identify_body(escaped, "a", lambda _: PROCESSOR)[1] == identity(given, "a")
+    for sent in (body, body.replace(b"/", rb"\/")):
+        found = identify_body(sent, "a", lambda _: PROCESSOR)[1]
+        assert msgspec.structs.replace(found, inline=()) == identity(given, "a")
+
+
+def test_pictures_in_a_body_are_replaced_by_their_names() -> None:
+    large, small = picture(b"a" * 60_000), picture(b"b")
+    content = [large, {"type": "text", "text": 'say "x"'}, small, picture(b"c" * 60_000), large]
+    sent = json.dumps(chat(content)).encode().replace(b"/", rb"\/")
+    _, found = identify_body(sent, "a", lambda _: PROCESSOR)
+    named = json.loads(body_with_names(sent, found.inline))
+    names = [
+        f"lookonce:{media_hash(byte * 60_000, modality='image', fingerprint=b'fingerprint').hex()}"
+        for byte in (b"a", b"c", b"a")
+    ]
+    parts = [{"type": "image_url", "image_url": {"url": name}} for name in names]
+    assert named == chat([parts[0], content[1], small, parts[1], parts[2]])
 
 
 def test_large_pictures_are_cut_out_of_a_body() -> None:
@@ -224,7 +245,7 @@ def test_a_request_on_its_way_counts_as_held() -> None:
 def test_a_hot_picture_gets_a_second_engine_when_the_queue_costs_more() -> None:
     fleet = Fleet("a", "b")
     fleet.serve(identity(chat([picture(b"cat")])))
-    used = [fleet.send(identity(chat([picture(b"cat")], f"{n}", "?")))[1] for n in range(12)]
+    used = [fleet.send(identity(chat([picture(b"cat")], f"{n}", "?")))[1] for n in range(24)]
     assert {route.engine.name for route in used} == {"a", "b"}
     assert used[0].engine is used[1].engine
 

@@ -20,7 +20,7 @@ from lookonce.errors import (
     UnprocessableMediaError,
 )
 from lookonce.render.media import resolver as resolve_module
-from lookonce.render.media.loader import MediaLoader, MediaSource
+from lookonce.render.media.loader import MediaLoader, MediaSource, media_source
 from lookonce.render.media.resolver import MAX_SIDE_BY_SIDE, MediaResolver
 from lookonce.types.request import RenderedItem
 from tests.support.render.doubles import (
@@ -501,6 +501,20 @@ def test_a_uuid_goes_ahead_where_only_its_expansion_is_known():
         site.directory.unlist(first.key)
         [ahead] = await site.render(named("tom"))
         assert (ahead.outcome, ahead.item, ahead.recover) == ("not_needed", None, None)
+
+    play(scenario)
+
+
+def test_a_hash_names_what_was_sent_before_in_its_scope_alone():
+    async def scenario(site):
+        [first] = await site.send(inline(b"cat"))
+        part = {"type": "image_url", "image_url": {"url": f"lookonce:{first.media_hash.hex()}"}}
+        source = media_source(part, "messages[0].content[0]")
+        [second] = await site.send(source)
+        assert (second.key, second.outcome, second.recover) == (first.key, "hit", None)
+        assert site.processed == [b"cat"]
+        with pytest.raises(MediaNotCachedError, match="under this hash; send it again"):
+            await site.render(source, scope=OTHER_SCOPE)
 
     play(scenario)
 

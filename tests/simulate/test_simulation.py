@@ -19,7 +19,8 @@ from lookonce.engine.process.build import assemble
 from lookonce.engine.process.grammar import GrammarCompiler
 from lookonce.engine.process_io import EngineSettings
 from lookonce.errors import ConfigError
-from lookonce.simulate.engine import EngineSpec, Served
+from lookonce.simulate.cores import Cores
+from lookonce.simulate.engine import EngineSpec, Served, VirtualClock
 from lookonce.simulate.prices import Prices
 from lookonce.simulate.simulation import ROUTERS, FleetSpec, Simulation, identity_of
 from lookonce.simulate.trace import (
@@ -86,6 +87,47 @@ def test_text_takes_what_its_steps_take() -> None:
     computed = 0.25 + 1.0 + 100 * 0.01
     assert only.first_token == pytest.approx(computed + 0.125)
     assert only.ended == pytest.approx(computed + 3 * 1.1 + 0.125)
+
+
+def test_one_core_is_shared_by_all_that_a_server_does() -> None:
+    """A request that comes while another decodes takes half of the core from it."""
+    shared = msgspec.structs.replace(PRICES, cores=1.0)
+    (alone,) = run([asked(0.0, 100, 4)], prices=shared)
+    assert alone.first_token == pytest.approx(0.25 + 1.0 + 100 * 0.01 + 0.125)
+    first, second = run([asked(0.0, 100, 20), asked(3.0, 50, 2, name=2)], prices=shared)
+    # 0.25 s of the API process take 0.5 s, in which steps of 1.1 s make 0.25 s of progress.
+    began = 0.25 + 2.0
+    computed = began + 1.1 + 0.25 + 1.0 + 0.1 + 50 * 0.01
+    assert second.first_token == pytest.approx(computed + 0.125)
+    assert first.ended == pytest.approx(computed + 1.2 + 16 * 1.1 + 0.125)
+    stepped = run(
+        [asked(0.0, 100, 20), asked(3.0, 50, 2, name=2)],
+        FleetSpec(engine=EngineSpec(every_step=True)),
+        shared,
+    )
+    assert [each.ended for each in stepped] == pytest.approx([first.ended, second.ended])
+
+
+@given(
+    sizes=st.lists(st.floats(0.01, 10.0), min_size=1, max_size=8),
+    count=st.sampled_from([1.0, 1.5, 2.0, 4.0]),
+    background=st.sampled_from([0.0, 0.5]),
+)
+def test_jobs_have_equal_parts_of_the_cores(
+    sizes: list[float], count: float, background: float
+) -> None:
+    clock = VirtualClock()
+    cores = Cores(clock, count)
+    cores.set_background(background)
+    ended: list[tuple[float, float]] = []
+    for size in sizes:
+        cores.run(size, lambda size: ended.append((size, clock.now)), size)
+    clock.run()
+    now, before = 0.0, 0.0
+    for number, (size, moment) in enumerate(sorted(ended)):
+        now += (size - before) * max(1.0, (len(sizes) - number) / (count - background))
+        before = size
+        assert moment == pytest.approx(now)
 
 
 def test_a_picture_is_processed_and_encoded_once() -> None:

@@ -162,9 +162,12 @@ class StepEvents:
         take_outputs: Callable[[], tuple[list[bytes], list[bytes]]],
         load: Load | None = None,
         tier_stats: Callable[[], Mapping[str, float]] = dict,
+        *,
+        needs_content: bool = True,
     ) -> None:
         """`topic` of KV blocks; `take_outputs`: encoder outputs that have come and gone; `load`:
         where steps are counted; `tier_stats`: figures of external tiers."""
+        self.needs_content = needs_content
         self._publish = publish
         self._topic = topic
         self._take_outputs = take_outputs
@@ -209,7 +212,8 @@ class StepEvents:
             return
         self._next_load = moment + LOAD_SECONDS
         load.running, load.waiting = running, waiting
-        load.note_tiers(self._tier_stats())
+        if stats := self._tier_stats():
+            load.note_tiers(stats)
         self._requests.append(msgspec.structs.replace(load))
 
     def flush(self) -> None:

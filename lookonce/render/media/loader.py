@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import stat
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -40,6 +41,9 @@ from lookonce.types.media import Modality
 
 Origin = Literal["inline", "remote", "file", "nothing"]
 MAX_URL_LENGTH = 8192
+HASH_SCHEME = "lookonce:"
+"""Begins the URL of a picture that is named by its MediaHash, which was sent before."""
+HASH_URL = re.compile(HASH_SCHEME + "[0-9a-f]{64}", re.IGNORECASE)
 MAX_HEADER_LENGTH = 256
 MAX_UUID_LENGTH = 512
 AUDIO_FORMATS = ("wav", "mp3", "flac", "ogg")
@@ -202,9 +206,20 @@ def source_of_url(url: str, modality: Modality, param: str, uuid: str | None = N
         case "file":
             _check_length(url, param)
             return MediaSource(modality, "file", url, param, uuid)
+        case "lookonce" if modality == "image":
+            return MediaSource(modality, "nothing", "", param, uuid, digest=_named(url, param))
     raise BadRequestError(
         f"{param}: the URL must be https, http, data (base64) or file", param=param
     )
+
+
+def _named(url: str, param: str) -> bytes:
+    """The MediaHash in `lookonce:HEX`. Raises `BadRequestError`."""
+    if not HASH_URL.fullmatch(url):
+        raise BadRequestError(
+            f"{param}: lookonce: is followed by a media hash, 64 hexadecimal digits", param=param
+        )
+    return bytes.fromhex(url[len(HASH_SCHEME) :])
 
 
 class MediaLoader:

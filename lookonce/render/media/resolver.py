@@ -451,6 +451,8 @@ class MediaResolver:
         """The part, if its content is known without waiting. Raises `RequestError`."""
         if source.identity is not None:
             return self._identified(source, prompt, self._hash(source, prompt, b""), None)
+        if source.origin == "nothing" and source.digest is not None:
+            return self._identified(source, prompt, source.digest, None)
         if source.origin == "nothing":
             name = _uuid_name(source, _options_of(source, prompt))
             digest = self._uuids.resolve(prompt.scope, name)
@@ -699,8 +701,9 @@ def _uuid_name(source: MediaSource, options: Options) -> str:
 
 
 def _not_cached(source: MediaSource) -> MediaNotCachedError:
+    name = "uuid" if source.digest is None else "hash"
     return MediaNotCachedError(
-        f"{source.param}: no media is held under this uuid; send it again", param=source.param
+        f"{source.param}: no media is held under this {name}; send it again", param=source.param
     )
 
 

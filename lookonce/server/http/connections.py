@@ -30,7 +30,9 @@ import math
 import resource
 import socket
 import ssl
+import weakref
 from collections.abc import Callable, Iterable
+from functools import partial
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any, Literal, Protocol, cast
@@ -57,6 +59,11 @@ DISCARD_SECONDS = 10.0
 """How long the rest of a body is read that was answered before its end."""
 MAX_PIPELINED = 24
 """Requests of one connection that may wait for the one being served."""
+UNREAD_BODY_BYTES = 512 * 1024
+"""Bytes of a body that may wait for the application. To stop and go on costs as much as to read
+64 kB."""
+WRITE_NOW = "lookonce.write_now"
+"""ASGI extension: its `write` writes a chunk of a streamed answer at once, without a task."""
 CHUNK_OVERHEAD = 32
 """Bytes that one chunk of a chunked body may take beside its data."""
 WEBSOCKET_PATHS = (b"/v1/realtime",)
@@ -216,6 +223,8 @@ class HttpProtocol(HttpToolsProtocol):
             )
         self.num_requests += 1
         super().on_headers_complete()
+        write = partial(self._write_now, weakref.ref(self.cycle))
+        self.scope["extensions"] = {WRITE_NOW: {"write": write}}
         if upgrade:
             self.cycle.keep_alive = False  # the parser takes what follows for another protocol
         self.phase = "body"
@@ -285,10 +294,16 @@ class HttpProtocol(HttpToolsProtocol):
         self._overhead = max(0, self._overhead - CHUNK_OVERHEAD)
 
     def on_body(self, body: bytes) -> None:
-        super().on_body(body)
+        """As uvicorn's, which stops reading at an eighth of `UNREAD_BODY_BYTES`."""
+        cycle = self.cycle
+        if not cycle.response_complete:
+            cycle.body += body
+            if len(cycle.body) > UNREAD_BODY_BYTES:
+                self.flow.pause_reading()
+            cycle.message_event.set()
         overhead = self._overhead - len(body)
         self._overhead = overhead if overhead > 0 else 0
-        if not self.cycle.response_complete:
+        if not cycle.response_complete:
             earned = self._deadline + len(body) / self._limits.min_body_rate
             latest = self._table.now + self._limits.body_timeout
             self._deadline = earned if earned < latest else latest
@@ -317,6 +332,21 @@ class HttpProtocol(HttpToolsProtocol):
             self._enter("idle", self._table.keep_alive)
         elif self.phase == "body":
             self._deadline = self._table.now + DISCARD_SECONDS
+
+    def _write_now(self, of: weakref.ref[Any], chunk: bytes) -> bool:
+        """Write a chunk of the answer of a cycle, which is being streamed. False: it has to be sent
+        as ASGI says, since the client does not read, has gone, or has got no head."""
+        cycle = of()
+        if (
+            cycle is None
+            or not cycle.chunked_encoding
+            or cycle.response_complete
+            or cycle.disconnected
+            or self.flow.write_paused
+        ):
+            return False
+        self.transport.write(b"%x\r\n%b\r\n" % (len(chunk), chunk))
+        return True
 
     # --- refusals and deadlines ---
 

@@ -12,6 +12,7 @@ import pytest
 from lookonce.config import ConnectionConfig
 from lookonce.server import process
 from lookonce.server.http.connections import (
+    UNREAD_BODY_BYTES,
     Acceptor,
     Connections,
     HttpProtocol,
@@ -197,11 +198,14 @@ def test_a_refusal_whose_client_lingers_is_counted_once():
 
 
 def test_a_body_that_nobody_reads_yet_is_not_late():
-    """The application has not asked for it: uvicorn does not read on."""
+    """The application has not asked for it: no more is read."""
 
     async def scenario(running):
         protocol, wire = running.connect()
-        protocol.data_received(POST + b"x" * 70_000)
+        head = b"POST /x HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % (1 << 20)
+        protocol.data_received(head + b"x" * UNREAD_BODY_BYTES)
+        assert not protocol.flow.read_paused
+        protocol.data_received(b"x")
         assert protocol.flow.read_paused
         running.pass_seconds(1000)
         assert wire.state == "open"

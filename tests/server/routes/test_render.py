@@ -10,10 +10,12 @@ import base64
 import io
 import json
 
+import msgspec
 import numpy as np
 import pytest
 from PIL import Image
 
+from lookonce.fleet.identity import Processor, body_with_names, identify_body
 from lookonce.render.media import picture_size
 from lookonce.types.model import ONE_IN_A_PROMPT
 from tests.support.drawing import audio_part, image_part, text_part
@@ -329,3 +331,24 @@ def test_what_tokens_cannot_answer_is_refused_where_they_are_rendered(folder):
             assert answer["prompt_logprobs"] == direct["choices"][0]["prompt_logprobs"]
 
     run(whole())
+
+
+def test_a_front_ends_name_for_a_picture_is_the_engines(folder):
+    """What a fleet's front-end makes of a body is answered as the body is."""
+    body = chat(image_part(Image.effect_noise((320, 320), 90).convert("RGB")))
+
+    async def scenario():
+        async with engine_node(folder("llava")) as node:
+            told = (await node.http.get("/inference/v1/media_cache")).json()
+            processor = Processor(bytes.fromhex(told["fingerprint"]), told["algorithm"])
+            sent = msgspec.json.encode(body)
+            _, identity = identify_body(sent, "", lambda _: processor)
+            named = msgspec.json.decode(body_with_names(sent, identity.inline))
+            assert named != body
+            assert (await node.post("/v1/chat/completions", named)).status_code == 422
+            first = await node.ok("/v1/chat/completions", body)
+            second = await node.ok("/v1/chat/completions", named)
+            assert second["choices"] == first["choices"]
+            assert (processors(first), processors(second)) == (["miss"], ["hit"])
+
+    run(scenario())
