@@ -29,6 +29,7 @@ from lookonce.model.families.base import Model, ModelFamily
 from lookonce.model.families.general import GeneralMediaFamily, GeneralTextFamily
 from lookonce.model.families.registry import family_for
 from lookonce.model.fused_modules import fuse_norms, patch_vision_modules
+from lookonce.model.int8_weights import quantize_linears
 from lookonce.model.key_rotation import key_rotation
 from lookonce.model.kv_pages import KVPages
 from lookonce.model.pooling import Head, SparseHead, make_head, make_sparse_head, pooling_info
@@ -221,8 +222,23 @@ def _read_weights(
     model.eval().requires_grad_(False)
     fuse_norms(model)
     patch_vision_modules(model)
+    if config.quantize is not None:
+        _quantize(generating, with_head=pooling is None)
     widen_products(model)
     return model
+
+
+def _quantize(generating: Model | None, *, with_head: bool) -> None:
+    """Quantize the decoder, and the output head of a model that answers. Raises `ModelLoadError`
+    for a model without either."""
+    if generating is None:
+        raise ModelLoadError("this model generates nothing: leave out --quantize")
+    decoder, head = generating.get_decoder(), generating.get_output_embeddings()
+    if quantize_linears(decoder) == 0:
+        raise ModelLoadError("the model has no linear layers that --quantize could quantize")
+    for module in list(generating.modules()) if with_head else ():
+        if any(child is head for child in module.children()):
+            quantize_linears(module, only=head)
 
 
 def _settle_heads(model: Model, pooling: PoolingFiles, loading: Json) -> None:

@@ -176,7 +176,11 @@ def sounds() -> list[np.ndarray]:
 
 def expected_answers(folder: Path, info: ModelInfo, cases: list[Case]) -> list[Answer]:
     """Greedy tokens and logits of plain Hugging Face `generate`, one prompt at a time, fp32."""
-    model = reference_model(folder, info)
+    return answers_of(reference_model(folder, info), cases)
+
+
+def answers_of(model: Any, cases: list[Case]) -> list[Answer]:
+    """Greedy tokens and logits of a plain Hugging Face model, one prompt at a time."""
     return [_reference_answer(model, case) for case in cases]
 
 
