@@ -7,16 +7,16 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import torch
 import transformers
 from blake3 import blake3
 from safetensors import SafetensorError
-from transformers import PreTrainedConfig
+from transformers import GenerationConfig, PreTrainedConfig
+from transformers.models.auto.auto_factory import _get_model_class
 from transformers.utils import logging as transformers_logging
 from transformers.utils.hub import cached_file
 
@@ -34,6 +34,7 @@ from lookonce.model.key_rotation import key_rotation
 from lookonce.model.kv_pages import KVPages
 from lookonce.model.pooling import Head, SparseHead, make_head, make_sparse_head, pooling_info
 from lookonce.model.proof import prove, prove_media
+from lookonce.model.quantized_weights import PackedWeights, unpacked_methods
 from lookonce.model.state import StatePool
 from lookonce.types.media import MediaExample
 from lookonce.types.model import SUPPORTED, ModelInfo, takes_media
@@ -87,8 +88,8 @@ def load_model(
     pooling = read_pooling(config.folder, raw_config, config.pooling)
     family_class = family_for(raw_config)
     dtype, device = DTYPES[config.dtype], torch.device(config.device)
-    options = _quantization_options(raw_config)
-    model = _read_weights(config, family_class, dtype, options, progress, pooling)
+    declared = _declared_quantization(raw_config)
+    model = _read_weights(config, family_class, dtype, declared, progress, pooling)
     _refuse_changing_rope(model.config.get_text_config(decoder=True))
     digest = _weights_digest(model, raw_config)
     family = family_class(model.to(device))
@@ -157,14 +158,12 @@ def _refuse_adapters(folder: str, raw_config: Json) -> None:
 
 
 ADAPTER = "adapter_config.json"
-DEQUANTIZED = {"fp8": "FineGrainedFP8Config", "mxfp4": "Mxfp4Config"}
+DEQUANTIZED = {"mxfp4": "Mxfp4Config"}
 """`quant_method` of a config → the class in transformers that dequantizes it on loading."""
-NEED_ACCELERATE = ("fp8",)
-"""Methods that transformers refuses without accelerate, although dequantizing does not use it."""
 
 
-def _quantization_options(raw_config: Json) -> Json:
-    """Keyword arguments of `from_pretrained` that dequantize the weights; none for plain weights.
+def _declared_quantization(raw_config: Json) -> Json | None:
+    """What the config says of quantized weights; None for plain ones.
 
     Raises `ModelLoadError` for an unsupported method: transformers would load the weights of a
     method it does not know without their scales.
@@ -174,27 +173,52 @@ def _quantization_options(raw_config: Json) -> Json:
     text_config = config.get("text_config") or {}
     declared = config.get("quantization_config") or text_config.get("quantization_config")
     if declared is None:
-        return {}
+        return None
     method = declared.get("quant_method")
-    if method not in DEQUANTIZED:
+    if method is None and (declared.get("load_in_4bit") or declared.get("load_in_8bit")):
+        method = "bitsandbytes"
+    known = sorted((*DEQUANTIZED, *unpacked_methods()))
+    if method not in known:
         raise ModelLoadError(
             f"weights quantized by {method!r} are not supported; supported are "
-            f"{', '.join(sorted(DEQUANTIZED))}, and weights that are not quantized"
+            f"{', '.join(known)}, and weights that are not quantized"
         )
-    if method in NEED_ACCELERATE and find_spec("accelerate") is None:
-        raise ModelLoadError(
-            f"weights quantized by {method!r} need the optional extra: "
-            "pip install 'lookonce[quantized]'"
-        )
-    config_class = getattr(import_module("transformers"), DEQUANTIZED[method])
-    return {"quantization_config": config_class(dequantize=True)}
+    return {**declared, "quant_method": method}
+
+
+class _Source(NamedTuple):
+    """What reads the weights by its `from_pretrained`, and from where."""
+
+    reader: Any
+    folder: str | None
+    """None: the options have the weights."""
+    options: Json
+
+
+def _weights_of(folder: str, reader: Any, declared: Json | None) -> _Source:
+    """Raises `ModelLoadError`."""
+    if declared is None:
+        return _Source(reader, folder, {})
+    if declared["quant_method"] in DEQUANTIZED:
+        config_class = getattr(import_module("transformers"), DEQUANTIZED[declared["quant_method"]])
+        return _Source(reader, folder, {"quantization_config": config_class(dequantize=True)})
+    is_auto = hasattr(reader, "_model_mapping")
+    config_class = transformers.AutoConfig if is_auto else reader.config_class
+    config = config_class.from_pretrained(folder, trust_remote_code=False)
+    for part in (config, config.get_text_config(decoder=True)):
+        if hasattr(part, "quantization_config"):
+            del part.quantization_config
+    if is_auto:  # which reads no state dict
+        reader = _get_model_class(config, reader._model_mapping)
+    weights = PackedWeights(folder, declared).state_dict()
+    return _Source(reader, None, {"config": config, "state_dict": weights})
 
 
 def _read_weights(
     config: ModelConfig,
     family: type[ModelFamily],
     dtype: torch.dtype,
-    options: Json,
+    declared: Json | None,
     progress: Progress | None,
     pooling: PoolingFiles | None = None,
 ) -> Model:
@@ -202,9 +226,10 @@ def _read_weights(
     masked = pooling is not None and pooling.head == "masked_lm"
     reader = transformers.AutoModelForMaskedLM if masked else family.transformers_class()
     try:
+        reader, source, options = _weights_of(config.folder, reader, declared)
         with _reported(progress):
             model, loading = reader.from_pretrained(
-                config.folder,
+                source,
                 dtype=dtype,
                 use_safetensors=True,
                 trust_remote_code=False,
@@ -213,6 +238,8 @@ def _read_weights(
             )
     except (ImportError, OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ModelLoadError(f"the weights of {config.folder} do not load: {error}") from error
+    if source is None and model.can_generate():
+        model.generation_config = _generation_config(config.folder, model)
     if pooling is not None:
         _settle_heads(model, pooling, loading)
     _check_names(config.folder, family, loading)
@@ -239,6 +266,13 @@ def _quantize(generating: Model | None, *, with_head: bool) -> None:
     for module in list(generating.modules()) if with_head else ():
         if any(child is head for child in module.children()):
             quantize_linears(module, only=head)
+
+
+def _generation_config(folder: str, model: Model) -> GenerationConfig:
+    """The folder's, or what the model's config makes."""
+    with contextlib.suppress(OSError):
+        return GenerationConfig.from_pretrained(folder)
+    return GenerationConfig.from_model_config(model.config)
 
 
 def _settle_heads(model: Model, pooling: PoolingFiles, loading: Json) -> None:
