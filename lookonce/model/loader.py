@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -138,6 +139,11 @@ def _read_config(config: ModelConfig) -> Json:
         raw, _ = PreTrainedConfig.get_config_dict(config.folder)
     except (OSError, ValueError) as error:
         raise ModelLoadError(f"{config.folder} has no readable config.json: {error}") from error
+    if not raw and any(Path(config.folder).glob("*.gguf")):
+        raise ModelLoadError(
+            f"{config.folder} has a GGUF file alone: put config.json and the tokenizer's files "
+            "of the model that it was made from beside it"
+        )
     if "model_type" not in raw:
         raise ModelLoadError(f"{config.folder} has no config.json that names a model_type")
     return dict(raw)
@@ -186,6 +192,25 @@ def _declared_quantization(raw_config: Json) -> Json | None:
     return {**declared, "quant_method": method}
 
 
+GGUF_PACKAGES = ("gguf", "accelerate")
+"""By which transformers reads GGUF."""
+
+
+def _gguf_file(folder: str) -> str | None:
+    """The name of the GGUF file of a local folder that has no safetensors; None: there is none.
+
+    Raises `ModelLoadError` for several, and where a package is missing that reads it.
+    """
+    found = sorted(path.name for path in Path(folder).glob("*.gguf"))
+    if not found or any(Path(folder).glob("*.safetensors")):
+        return None
+    if len(found) > 1:
+        raise ModelLoadError(f"{folder} has several GGUF files, of which one may be there")
+    if not all(map(find_spec, GGUF_PACKAGES)):
+        raise ModelLoadError("GGUF needs the optional extra: pip install 'lookonce[gguf]'")
+    return found[0]
+
+
 class _Source(NamedTuple):
     """What reads the weights by its `from_pretrained`, and from where."""
 
@@ -197,6 +222,10 @@ class _Source(NamedTuple):
 
 def _weights_of(folder: str, reader: Any, declared: Json | None) -> _Source:
     """Raises `ModelLoadError`."""
+    gguf = _gguf_file(folder)
+    if gguf is not None:
+        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        return _Source(reader, folder, {"config": config, "gguf_file": gguf})
     if declared is None:
         return _Source(reader, folder, {})
     if declared["quant_method"] in DEQUANTIZED:
@@ -238,7 +267,7 @@ def _read_weights(
             )
     except (ImportError, OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ModelLoadError(f"the weights of {config.folder} do not load: {error}") from error
-    if source is None and model.can_generate():
+    if "config" in options and model.can_generate():
         model.generation_config = _generation_config(config.folder, model)
     if pooling is not None:
         _settle_heads(model, pooling, loading)

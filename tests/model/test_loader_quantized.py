@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from benchmarks.llama_cpp_peer import write_gguf
 from lookonce.config import ModelConfig
 from lookonce.errors import ModelLoadError
 from lookonce.model.loader import load_model
@@ -365,6 +366,51 @@ def test_a_kind_that_is_not_unpacked_is_refused(folder, tmp_path, declared, why:
     edit(copy / "config.json", quantization_config=declared)
     with pytest.raises(ModelLoadError, match=f"{why}.* not supported"):
         load(copy)
+
+
+# --- GGUF -----------------------------------------------------------------------------------------
+
+needs_gguf = pytest.mark.skipif(
+    not all(map(find_spec, ("gguf", "accelerate"))), reason="the extra 'gguf' is not installed"
+)
+
+
+def gguf_folder(source: Path, target: Path, kind: str) -> Path:
+    copy = copied(source, target)
+    write_gguf(copy, copy / "model.gguf", kind)
+    (copy / "model.safetensors").unlink()
+    return copy
+
+
+@needs_gguf
+def test_gguf_is_read_beside_its_config(folder, tmp_path) -> None:
+    copy = gguf_folder(folder("llama"), tmp_path, "F32")
+    ours, theirs = load(copy), load(folder("llama"))
+    assert same_weights(ours.model.state_dict(), theirs.model.state_dict())
+    assert ours.info.eos_token_ids == theirs.info.eos_token_ids
+
+
+@needs_gguf
+def test_quantized_gguf_is_unpacked(folder, tmp_path) -> None:
+    copy = gguf_folder(folder("llama"), tmp_path, "Q8_0")
+    ours, plain = load(copy).model.state_dict(), load(folder("llama")).model.state_dict()
+    for name, weight in plain.items():
+        assert (ours[name] - weight).abs().max() <= weight.abs().max() / 127
+    assert not same_weights(ours, plain)
+
+
+def test_gguf_without_its_packages_names_the_extra(folder, tmp_path, monkeypatch) -> None:
+    copy = copied(folder("llama"), tmp_path)
+    (copy / "model.safetensors").rename(copy / "model.gguf")
+    monkeypatch.setattr("lookonce.model.loader.find_spec", lambda name: None)
+    with pytest.raises(ModelLoadError, match=r"pip install 'lookonce\[gguf\]'"):
+        load(copy)
+
+
+def test_gguf_alone_says_what_is_missing(folder, tmp_path) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    with pytest.raises(ModelLoadError, match=r"put config\.json and the tokenizer"):
+        load(tmp_path)
 
 
 def test_the_method_of_the_text_config_counts(folder, tmp_path):
