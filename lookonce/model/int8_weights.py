@@ -19,6 +19,8 @@ from lookonce.model.native import compiled
 LARGEST = 127
 BLOCK_BYTES = 4 << 20
 """Of weights that torch widens at a time."""
+QUANTIZED_BYTES = 1 << 18
+"""Of weights that are quantized at a time, so that little memory is taken beside the result."""
 TRIED_TOLERANCE = 1e-3
 """Largest difference of compiled products to torch's, relative to the largest result."""
 _DTYPES = (torch.float32, torch.bfloat16)
@@ -51,13 +53,14 @@ def quantize(weight: Tensor) -> Int8Weight:
     """Each row [K] of a weight [N, K] to the nearest of 255 values, the largest exact."""
     values = torch.empty(weight.shape, dtype=torch.int8)
     scales = torch.empty(len(weight))
-    step = max(1, BLOCK_BYTES // (4 * weight.shape[1]))
+    step = max(1, QUANTIZED_BYTES // (4 * weight.shape[1]))
     for begin in range(0, len(weight), step):
         rows = weight[begin : begin + step].float()
         part = slice(begin, begin + len(rows))
-        scales[part] = rows.abs().amax(1) / LARGEST
+        lowest, highest = rows.aminmax(dim=1)
+        scales[part] = torch.maximum(-lowest, highest) / LARGEST
         divisors = torch.where(scales[part] > 0, scales[part], 1.0)
-        values[part] = (rows / divisors.unsqueeze(1)).round().clamp(-LARGEST, LARGEST)
+        values[part] = (rows / divisors.unsqueeze(1)).round_().clamp_(-LARGEST, LARGEST)
     return Int8Weight(values, scales)
 
 

@@ -290,7 +290,7 @@ inline void tile(const typename M::Element* const* x, const W* const* rows, int6
             for (int r = 0; r < S::ROWS; ++r)
 #pragma GCC unroll 4
                 for (int i = 0; i < STEPS * M::STEP; i += CACHE_LINE / int(sizeof(W)))
-                    __builtin_prefetch(rows[r] + ahead + k + i);
+                    __builtin_prefetch(rows[r] + ahead + k + i, 0, 2);  // for the second cache
 #pragma GCC unroll 4
         for (int j = 0; j < STEPS; ++j) {
             move_to(k + j * M::STEP);
@@ -378,8 +378,9 @@ inline void tiles(const Product<T, W, typename M::Element>& p, int64_t first, in
     }
 }
 
-// Bytes ahead that are asked for where rows are read one after the other.
-constexpr int64_t BYTES_AHEAD = 512;
+// Weights ahead that are asked for where rows are read one after the other.
+template <typename W>
+constexpr int64_t AHEAD = sizeof(W) == 4 ? 512 / int64_t(sizeof(W)) : 2048 / int64_t(sizeof(W));
 // Bytes of a token's inputs that are met at a time: those of a tile stay in the nearest cache.
 constexpr int64_t BLOCK_BYTES = 2304;
 
@@ -387,7 +388,7 @@ constexpr int64_t BLOCK_BYTES = 2304;
 template <typename M, typename T, typename W>
 void few(const Product<T, W, typename M::Element>& p, int64_t num_tokens, int64_t begin,
          int64_t end) {
-    const Part part = {begin, end, 0, p.layer.inputs, BYTES_AHEAD / int64_t(sizeof(W))};
+    const Part part = {begin, end, 0, p.layer.inputs, AHEAD<W>};
     if (num_tokens == 2)
         tiles<M, 2>(p, 0, 2, part);
     else
@@ -403,9 +404,11 @@ void stretch(const Product<T, W, typename M::Element>& p, int64_t num_tokens, in
     if (num_tokens <= 2) return few<M>(p, num_tokens, begin, end);
     constexpr int64_t BLOCK = BLOCK_BYTES / int64_t(sizeof(typename M::Element));
     const int64_t row = p.layer.inputs;
+    // Tiles of several rows load less for each product, but meet the same weights again.
+    const int64_t at_once = num_tokens > MAX_TILE_TOKENS ? MAX_TILE_TOKENS / 2 : MAX_TILE_TOKENS;
     for (int64_t at = 0; at < row; at += BLOCK)
-        for (int64_t first = 0; first < num_tokens; first += MAX_TILE_TOKENS) {
-            const int64_t count = std::min<int64_t>(num_tokens - first, MAX_TILE_TOKENS);
+        for (int64_t first = 0; first < num_tokens; first += at_once) {
+            const int64_t count = std::min<int64_t>(num_tokens - first, at_once);
             Part part = {begin, end, at, std::min(BLOCK, row - at), 0};
             if (first + count == num_tokens)
                 part.ahead = first > 0   ? (end - begin) * row
