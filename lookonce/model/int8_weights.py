@@ -8,8 +8,8 @@ so do experts, which are not linear layers in transformers.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,8 @@ _KEPT = ("kv_b_proj",)
 """Layers whose weights attention itself reads (`attention.latent`)."""
 
 
-class Int8Weight(NamedTuple):
+@dataclass(frozen=True, slots=True, eq=False)
+class Int8Weight:
     """A matrix [N, K]: `values[n] * scales[n]`."""
 
     values: Tensor
@@ -40,8 +41,7 @@ class Int8Weight(NamedTuple):
     def shape(self) -> torch.Size:
         return self.values.shape
 
-    def __getitem__(self, rows: Any) -> Int8Weight:  # type: ignore[override]
-        """The rows of a slice."""
+    def __getitem__(self, rows: slice) -> Int8Weight:
         return Int8Weight(self.values[rows], self.scales[rows])
 
     def dequantized(self) -> Tensor:
@@ -115,7 +115,7 @@ def _compiled_product(rows: Tensor, weight: Int8Weight, bias: Tensor | None) -> 
     if kernels is None:
         raise RuntimeError("products with int8 weights are not compiled")
     output = rows.new_empty((len(rows), len(weight.scales)))
-    kernels.linear_rows(rows, *weight, bias, output, torch.get_num_threads())
+    kernels.linear_rows(rows, weight.values, weight.scales, bias, output, torch.get_num_threads())
     return output
 
 
@@ -145,7 +145,7 @@ def _agrees(kernels: compiled.Kernels) -> bool:
     expected = rows @ weight.dequantized().t()
     for count in (1, 2, 4, 11):
         found = rows.new_empty((count, 53))
-        kernels.linear_rows(rows[:count], *weight, None, found, 1)
+        kernels.linear_rows(rows[:count], weight.values, weight.scales, None, found, 1)
         difference = (found - expected[:count]).abs().max()
         if not difference <= TRIED_TOLERANCE * expected.abs().max():
             return False

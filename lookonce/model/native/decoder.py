@@ -185,7 +185,7 @@ class NativeDecoder:
     def _matrix(self, weight: Weight) -> tuple[Tensor, Tensor | None]:
         """The numbers, and the scales of int8."""
         if isinstance(weight, Int8Weight):
-            return weight
+            return weight.values, weight.scales
         return weight.bfloat16() if self.reads_bf16 else self._plain(weight), None
 
     def _plain(self, tensor: Tensor) -> Tensor:
