@@ -220,7 +220,7 @@ class _Source(NamedTuple):
     options: Json
 
 
-def _weights_of(folder: str, reader: Any, declared: Json | None) -> _Source:
+def _weights_of(folder: str, reader: Any, declared: Json | None, dtype: torch.dtype) -> _Source:
     """Raises `ModelLoadError`."""
     gguf = _gguf_file(folder)
     if gguf is not None:
@@ -239,7 +239,7 @@ def _weights_of(folder: str, reader: Any, declared: Json | None) -> _Source:
             del part.quantization_config
     if is_auto:  # which reads no state dict
         reader = _get_model_class(config, reader._model_mapping)
-    weights = PackedWeights(folder, declared).state_dict()
+    weights = PackedWeights(folder, declared, dtype).state_dict()
     return _Source(reader, None, {"config": config, "state_dict": weights})
 
 
@@ -255,7 +255,7 @@ def _read_weights(
     masked = pooling is not None and pooling.head == "masked_lm"
     reader = transformers.AutoModelForMaskedLM if masked else family.transformers_class()
     try:
-        reader, source, options = _weights_of(config.folder, reader, declared)
+        reader, source, options = _weights_of(config.folder, reader, declared, dtype)
         with _reported(progress):
             model, loading = reader.from_pretrained(
                 source,

@@ -18,7 +18,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -30,8 +30,22 @@ from lookonce.errors import ModelLoadError
 Json = Mapping[str, Any]
 Parts = Mapping[str, Tensor]
 """Tensors of one matrix by the rest of their names."""
-Unpack = Callable[[Parts], Tensor]
-"""→ the matrix [N, K] float32. Raises `ValueError`."""
+ROWS = 64
+"""Outputs that are unpacked at a time, or as many times more as `BLOCK` elements have: whole words
+of every method."""
+BLOCK = 1 << 18
+
+
+class Method(NamedTuple):
+    """How a method's tensors are found and unpacked."""
+
+    suffixes: Mapping[str, bool]
+    """Rest of a tensor's name → whether a tensor of that name says that there is a matrix."""
+    shape: Callable[[Parts], tuple[int, int]]
+    """→ (N, K) of the matrix."""
+    rows: Callable[[Parts, slice], Tensor]
+    """→ rows [n, K] float32. Raises `ValueError`."""
+
 
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Where each of eight neighbours stands among the 4-bit numbers of an int32."""
@@ -44,12 +58,15 @@ OF_ACTIVATIONS = re.compile(
 class PackedWeights:
     """The tensors of a quantized checkpoint. It is given to transformers as a state dict."""
 
-    def __init__(self, folder: str, declared: Json) -> None:
-        """`declared` is the config's `quantization_config`. Raises `ModelLoadError` for a method
-        or a kind of it that is not unpacked here."""
+    def __init__(self, folder: str, declared: Json, dtype: torch.dtype) -> None:
+        """Matrices are unpacked to `dtype`. `declared` is the config's `quantization_config`.
+
+        Raises `ModelLoadError` for a kind of its method that is not unpacked here.
+        """
         self._files = [safe_open(path, framework="pt") for path in _weight_files(folder)]
         self._file_of = {name: file for file in self._files for name in file.keys()}  # noqa: SIM118
-        self._suffixes, self._unpack = _method(declared)
+        self._method = _METHODS[declared["quant_method"]](declared)
+        self._dtype = dtype
 
     def state_dict(self) -> dict[str, Any]:
         """Name → a tensor or something that is read by `[...]`, as a slice of safetensors is."""
@@ -60,7 +77,7 @@ class PackedWeights:
             if prefix is not None:
                 parts = {
                     rest: part
-                    for rest in self._suffixes
+                    for rest in self._method.suffixes
                     if (part := f"{prefix}{rest}") in self._file_of
                 }
                 found[f"{prefix}.weight"] = _Matrix(self, f"{prefix}.weight", parts)
@@ -72,7 +89,7 @@ class PackedWeights:
 
     def _prefix_of(self, name: str) -> str | None:
         """The prefix of the matrix whose first tensor this is, by the first suffix."""
-        marks = [rest for rest, marks in self._suffixes.items() if marks]
+        marks = [rest for rest, marks in self._method.suffixes.items() if marks]
         rest = next((rest for rest in marks if name.endswith(rest)), None)
         return None if rest is None else name.removesuffix(rest)
 
@@ -80,12 +97,21 @@ class PackedWeights:
         """Raises `ModelLoadError` that names the matrix."""
         tensors = {rest: self._file_of[part].get_tensor(part) for rest, part in parts.items()}
         try:
-            return self._unpack(tensors)
+            return self._unpacked(tensors)
         except (KeyError, RuntimeError, IndexError, ValueError) as error:
             why = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
             raise ModelLoadError(
                 f"the quantized weight {name} cannot be unpacked: {why}"
             ) from error
+
+    def _unpacked(self, parts: Parts) -> Tensor:
+        outputs, inputs = self._method.shape(parts)
+        found = torch.empty((outputs, inputs), dtype=self._dtype)
+        step = ROWS * max(1, BLOCK // (ROWS * inputs))
+        for first in range(0, outputs, step):
+            block = slice(first, min(first + step, outputs))
+            found[block] = self._method.rows(parts, block)
+        return found
 
 
 class _Matrix:
@@ -102,14 +128,6 @@ def unpacked_methods() -> tuple[str, ...]:
     return tuple(sorted(_METHODS))
 
 
-Method = tuple[Mapping[str, bool], Unpack]
-"""Rest of a tensor's name → whether a tensor of that name says that there is a matrix."""
-
-
-def _method(declared: Json) -> Method:
-    return _METHODS[declared["quant_method"]](declared)
-
-
 def _refuse(method: str, what: str) -> ModelLoadError:
     return ModelLoadError(f"weights quantized by {method!r} {what} are not supported")
 
@@ -121,6 +139,15 @@ def _spread(words: Tensor, bits: int) -> Tensor:
     """int32 [..., W] → [..., W * 32 / bits] int32, from the lowest bits of each word on."""
     shifts = torch.arange(0, 32, bits, dtype=torch.int32)
     return ((words.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)).flatten(-2)
+
+
+def _words(numbers: slice, bits: int) -> slice:
+    """Words that hold a range of numbers, the first of which begins one."""
+    return slice(numbers.start * bits // 32, -(-numbers.stop * bits // 32))
+
+
+def _count(rows: slice) -> int:
+    return int(rows.stop - rows.start)
 
 
 def _bits(declared: Json, method: str, allowed: tuple[int, ...]) -> int:
@@ -147,21 +174,25 @@ def _gptq(declared: Json) -> Method:
     first = 1 if layout == "gptq" else 0
     size = int(declared.get("group_size", -1))
 
-    def unpack(parts: Parts) -> Tensor:
-        values = _spread(parts[".qweight"].t(), bits)  # [N, K]
-        zeros = _spread(parts[".qzeros"], bits) + first
-        scales = parts[".scales"].float()  # [G, N]
+    def shape(parts: Parts) -> tuple[int, int]:
+        words, outputs = parts[".qweight"].shape
+        return outputs, words * 32 // bits
+
+    def rows(parts: Parts, block: slice) -> Tensor:
+        values = _spread(parts[".qweight"][:, block].t(), bits)  # [n, K]
+        zeros = _spread(parts[".qzeros"][:, _words(block, bits)], bits) + first
+        scales = parts[".scales"][:, block].float()  # [G, n]
         inputs = values.shape[1]
         group = parts.get(".g_idx")
         if group is None:
             group = _group_of_input(inputs, len(scales), size)
-        group = group.long()
         if group.shape != (inputs,):
             raise ValueError(f"g_idx of {tuple(group.shape)} does not fit {inputs} inputs")
-        zeros = zeros[:, : scales.shape[1]]
+        group, zeros = group.long(), zeros[:, : _count(block)]
         return (values - zeros.t()[:, group]).float() * scales.t()[:, group]
 
-    return {".qweight": True, ".qzeros": False, ".scales": False, ".g_idx": False}, unpack
+    suffixes = {".qweight": True, ".qzeros": False, ".scales": False, ".g_idx": False}
+    return Method(suffixes, shape, rows)
 
 
 def _awq(declared: Json) -> Method:
@@ -176,51 +207,65 @@ def _awq(declared: Json) -> Method:
         numbers = _spread(words, bits).unflatten(-1, (-1, 8))
         return numbers[..., list(AWQ_ORDER)].flatten(-2)
 
-    def unpack(parts: Parts) -> Tensor:
-        values, scales = columns(parts[".qweight"]), parts[".scales"].float()  # [K, N], [G, N]
+    def shape(parts: Parts) -> tuple[int, int]:
+        inputs, words = parts[".qweight"].shape
+        return words * 8, inputs
+
+    def rows(parts: Parts, block: slice) -> Tensor:
+        part = _words(block, bits)
+        values, scales = columns(parts[".qweight"][:, part]), parts[".scales"][:, block].float()
         group = _group_of_input(len(values), len(scales), size)
         if ".qzeros" in parts:
-            values = values - columns(parts[".qzeros"])[group]
+            values = values - columns(parts[".qzeros"][:, part])[group]
         else:
             values = values - (1 << bits - 1)
-        return (values.float() * scales[group]).t().contiguous()
+        return (values.float() * scales[group]).t()
 
-    return {".qweight": True, ".qzeros": False, ".scales": False}, unpack
+    return Method({".qweight": True, ".qzeros": False, ".scales": False}, shape, rows)
 
 
 # --- Scales of blocks ----------------------------------------------------------------------------
 
 
-def _over(scales: Tensor, rows: int, columns: int, block: tuple[int, int] | None) -> Tensor:
-    """Scales of a matrix, its rows, or its blocks → [N, K], or what is spread to that."""
+def _over(
+    scales: Tensor, shape: tuple[int, int], rows: slice, block: tuple[int, int] | None
+) -> Tensor:
+    """Scales of a matrix [N, K], its rows, or its blocks → those of some rows [n, K], or what is
+    spread to that."""
     if scales.numel() == 1:
         return scales.float().reshape(1, 1)
     if scales.dim() == 1:
         scales = scales.unsqueeze(1)
-    high, wide = scales.shape
-    by_rows, by_columns = block or (math.ceil(rows / high), math.ceil(columns / wide))
-    by_rows = math.ceil(rows / high) if high in (1, rows) else by_rows
-    by_columns = math.ceil(columns / wide) if wide in (1, columns) else by_columns
-    if math.ceil(rows / by_rows) != high or math.ceil(columns / by_columns) != wide:
-        raise ValueError(
-            f"scales of {high} x {wide} do not fit {rows} x {columns} in blocks of "
-            f"{by_rows} x {by_columns}"
-        )
-    spread = scales.float().repeat_interleave(by_rows, 0)[:rows]
-    return spread.repeat_interleave(by_columns, 1)[:, :columns]
+    sizes = [
+        math.ceil(length / count) if asked is None or count in (1, length) else asked
+        for length, count, asked in zip(shape, scales.shape, block or (None, None), strict=True)
+    ]
+    if any(
+        math.ceil(length / size) != count
+        for length, size, count in zip(shape, sizes, scales.shape, strict=True)
+    ):
+        raise ValueError(f"scales of {tuple(scales.shape)} do not fit {shape} in blocks of {sizes}")
+    of_rows = scales[torch.arange(rows.start, rows.stop) // sizes[0]].float()
+    return of_rows if scales.shape[1] == 1 else of_rows[:, torch.arange(shape[1]) // sizes[1]]
+
+
+def _weight_shape(parts: Parts) -> tuple[int, int]:
+    rows, columns = parts[".weight"].shape
+    return rows, columns
 
 
 def _fp8(declared: Json) -> Method:
     size = declared.get("weight_block_size")
     block = (int(size[0]), int(size[1])) if size else None
 
-    def unpack(parts: Parts) -> Tensor:
+    def rows(parts: Parts, part: slice) -> Tensor:
         weight = parts[".weight"]
         scales = parts.get(".weight_scale_inv", parts.get(".weight_scale"))
         assert scales is not None  # there is a matrix where there is one of them
-        return weight.float() * _over(scales, *weight.shape, block)
+        return weight[part].float() * _over(scales, _weight_shape(parts), part, block)
 
-    return {".weight": False, ".weight_scale_inv": True, ".weight_scale": True}, unpack
+    suffixes = {".weight": False, ".weight_scale_inv": True, ".weight_scale": True}
+    return Method(suffixes, _weight_shape, rows)
 
 
 PLAIN_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "dense")
@@ -240,34 +285,38 @@ def _compressed_tensors(declared: Json) -> Method:
     blocks = {_block(group.get("weights") or {}) for group in groups}
     block = blocks.pop() if len(blocks) == 1 else None
 
-    def unpack(parts: Parts) -> Tensor:
+    def shape(parts: Parts) -> tuple[int, int]:
         if ".weight_packed" not in parts:
-            values = parts[".weight"].float()
-            rows, columns = values.shape
-            offsets = parts.get(".weight_zero_point")
-        else:
-            words = parts[".weight_packed"]
-            rows, columns = (int(size) for size in parts[".weight_shape"])
-            bits = words.shape[1] * 32 // columns
-            if bits not in (4, 8) or words.shape[1] != math.ceil(columns * bits / 32):
-                raise ValueError(f"{tuple(words.shape)} words do not hold {rows} x {columns}")
-            values = (_spread(words, bits)[:, :columns] - (1 << bits - 1)).float()
-            offsets = parts.get(".weight_zero_point")
-            if offsets is not None and offsets.dtype is torch.int32:  # packed, too
-                offsets = _spread(offsets.t(), bits).t()[:rows] - (1 << bits - 1)
-        group = parts.get(".weight_g_idx")
+            return _weight_shape(parts)
+        outputs, inputs = (int(size) for size in parts[".weight_shape"])
+        return outputs, inputs
+
+    def rows(parts: Parts, part: slice) -> Tensor:
+        whole, offsets = shape(parts), parts.get(".weight_zero_point")
+        inputs, group = whole[1], parts.get(".weight_g_idx")
 
         def over(numbers: Tensor) -> Tensor:
             if group is not None and bool((group >= 0).all()):
-                return numbers.float()[:, group.long()]
-            return _over(numbers, rows, columns, block)
+                return numbers[part].float()[:, group.long()]
+            return _over(numbers, whole, part, block)
 
+        if ".weight_packed" not in parts:
+            values = parts[".weight"][part].float()
+        else:
+            words = parts[".weight_packed"]
+            bits = words.shape[1] * 32 // inputs
+            if bits not in (4, 8) or words.shape != (whole[0], math.ceil(inputs * bits / 32)):
+                raise ValueError(f"words of {tuple(words.shape)} do not hold {whole}")
+            values = (_spread(words[part], bits)[:, :inputs] - (1 << bits - 1)).float()
+            if offsets is not None and offsets.dtype is torch.int32:  # packed, too
+                offsets = _spread(offsets.t(), bits).t()[: whole[0]] - (1 << bits - 1)
         if offsets is not None:
             values = values - over(offsets)
         return values * over(parts[".weight_scale"])
 
     names = ("weight", "weight_packed", "weight_shape", "weight_zero_point", "weight_g_idx")
-    return {f".{name}": False for name in names} | {".weight_scale": True}, unpack
+    suffixes = {f".{name}": False for name in names} | {".weight_scale": True}
+    return Method(suffixes, shape, rows)
 
 
 def _block(weights: Json) -> tuple[int, int] | None:
@@ -285,27 +334,38 @@ STATES = (".weight.quant_state.bitsandbytes__nf4", ".weight.quant_state.bitsandb
 
 
 def _bitsandbytes(declared: Json) -> Method:
-    def unpack(parts: Parts) -> Tensor:
+    def state_of(parts: Parts) -> Json:
+        raw = next(parts[state] for state in STATES if state in parts)
+        state: Json = json.loads(bytes(raw.tolist()))
+        return state
+
+    def shape(parts: Parts) -> tuple[int, int]:
+        if ".SCB" in parts:
+            return _weight_shape(parts)
+        outputs, inputs = state_of(parts)["shape"]
+        return outputs, inputs
+
+    def rows(parts: Parts, part: slice) -> Tensor:
         weight = parts[".weight"]
         if ".SCB" in parts:
-            return weight.float() * (parts[".SCB"].float() / 127).unsqueeze(1)
-        raw = next(parts[state] for state in STATES if state in parts)
-        state = json.loads(bytes(raw.tolist()))
-        packed = weight.flatten()
-        numbers = torch.stack((packed >> 4, packed & 15), -1).flatten().long()
-        shape, size = tuple(state["shape"]), int(state["blocksize"])
+            return weight[part].float() * (parts[".SCB"][part].float() / 127).unsqueeze(1)
+        state, inputs = state_of(parts), shape(parts)[1]
+        first, last = part.start * inputs, part.stop * inputs  # `ROWS` make `first` even
+        packed = weight.flatten()[first // 2 : -(-last // 2)]
+        numbers = torch.stack((packed >> 4, packed & 15), -1).flatten()[: last - first].long()
         absmax = parts[".weight.absmax"]
         if absmax.dtype is torch.uint8:  # scales that are quantized themselves
-            nested = parts[".weight.nested_quant_map"][absmax.long()]
+            inner = parts[".weight.nested_quant_map"][absmax.long()]
             outer = parts[".weight.nested_absmax"].repeat_interleave(int(state["nested_blocksize"]))
-            absmax = nested * outer[: len(nested)] + float(state["nested_offset"])
-        count = math.prod(shape)
-        values = parts[".weight.quant_map"].float()[numbers[:count]]
-        return (values * absmax.float().repeat_interleave(size)[:count]).view(shape)
+            absmax = inner * outer[: len(inner)] + float(state["nested_offset"])
+        values = parts[".weight.quant_map"].float()[numbers]
+        scales = absmax.float()[torch.arange(first, last) // int(state["blocksize"])]
+        return (values * scales).view(-1, inputs)
 
     names = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
     optional = {".weight": False, **{f".weight.{name}": False for name in names}}
-    return {**optional, ".SCB": True, **dict.fromkeys(STATES, True)}, unpack
+    suffixes = {**optional, ".SCB": True, **dict.fromkeys(STATES, True)}
+    return Method(suffixes, shape, rows)
 
 
 _METHODS: dict[str, Callable[[Json], Method]] = {
