@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.cpu import LOADING, OwnMemory, _in_another_process, measure
-from tests.model.test_loader_quantized import packed_folder
+from tests.support.model.quantized import packed_folder
 
 SLACK = 8 << 20
 """Bytes that a process needs beside weights: threads' stacks, buffers of libraries."""
