@@ -253,20 +253,29 @@ class _Sequence:
 @asynccontextmanager
 async def open_engine(folder: str, batch: int) -> AsyncIterator[EngineUnderTest]:
     """Starts an engine process and a client of it, for batches of up to `batch` sequences."""
+    async with client_of_engine(ModelConfig(folder, "bench"), batch, COMMAND) as client:
+        yield EngineUnderTest(folder, client)
+
+
+@asynccontextmanager
+async def client_of_engine(
+    model: ModelConfig, batch: int, command: Sequence[str]
+) -> AsyncIterator[EngineClient]:
+    """Starts an engine process by `command`, and a client of it that is ready."""
     with tempfile.TemporaryDirectory(prefix="lookonce-bench-") as scratch:
         settings = EngineSettings(
-            model=ModelConfig(folder=folder, served_name="bench"),
+            model=model,
             scheduler=SchedulerConfig(max_num_seqs=batch),
             kv=KVConfig(),
             encoder=EncoderConfig(),
             address=f"{scratch}/engine",
         )
         channel = ChannelConfig(address=settings.address)
-        supervisor = EngineSupervisor(settings, stall_timeout=60.0, command=COMMAND)
+        supervisor = EngineSupervisor(settings, stall_timeout=60.0, command=command)
         client = EngineClient(channel, processor_cache_bytes=0)
         async with _running(supervisor) as end, client:
             await _unless(end, client.wait_ready())
-            yield EngineUnderTest(folder, client)
+            yield client
 
 
 @asynccontextmanager

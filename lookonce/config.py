@@ -136,6 +136,8 @@ class ModelConfig:
     """None: what the model's config says."""
     pooling: str | None = None
     """A kind of `types.pooling`, or "none"; None: what the folder's files say."""
+    quantize: str | None = None
+    """One of `QUANTIZATIONS`, to which the text model's matrices are quantized; None: none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -447,6 +449,7 @@ class Options:
     dtype: str | None = None
     max_model_len: int | None = None
     pooling: str | None = None
+    quantize: str | None = None
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
     max_queue: int = 1024
@@ -516,6 +519,7 @@ def resolve(options: Options) -> Config:
             dtype=_dtype(options.dtype, device),
             max_model_len=options.max_model_len,
             pooling=_pooling(options.pooling),
+            quantize=_quantize(options.quantize, device),
         ),
         scheduler=SchedulerConfig(
             max_num_seqs=options.max_num_seqs,
@@ -705,6 +709,15 @@ def _pooling(pooling: str | None) -> str | None:
     if pooling is None:
         return None
     return _one_of("--pooling", pooling, POOLING_OPTIONS)
+
+
+QUANTIZATIONS = ("int8",)
+
+
+def _quantize(quantize: str | None, device: str) -> str | None:
+    if quantize is not None and device != "cpu":
+        raise ConfigError(f"--quantize is for --device cpu, got {device}")
+    return None if quantize is None else _one_of("--quantize", quantize, QUANTIZATIONS)
 
 
 def _dtype(dtype: str | None, device: str) -> str:

@@ -34,6 +34,7 @@ MIN_DISK = 10 * GIB
 EXTRAS = (
     ("documents", "pypdfium2", "reading PDF files"),
     ("film", "av", "reading films"),
+    ("gguf", "gguf", "reading GGUF"),
     ("events", "pyzmq", "publishing events of the caches"),
     ("otel", "opentelemetry-sdk", "sending traces"),
     ("fleet", "ray", "serving a fleet"),

@@ -47,6 +47,7 @@ Model = Annotated[
 
 BENCHMARKS: dict[str, tuple[str, str]] = {
     "attention": ("benchmarks.attention", "our attention kernel beside what torch offers"),
+    "cpu": ("benchmarks.cpu", "a text model on the CPU beside a plain read of its weights"),
     "documents": ("benchmarks.documents", "a PDF file that is new, sent again, changed by a page"),
     "ear": ("benchmarks.ear", "the word error rate of nano-ear on voices it never heard"),
     "embeddings": ("benchmarks.embeddings", "inputs with pictures, new and embedded before"),

@@ -51,6 +51,8 @@ HELP: dict[str, str] = {
     "device": "cpu, cuda or cuda:N.",
     "dtype": "float32, bfloat16, float16, or auto: bfloat16 where the hardware multiplies it, else "
     "float32. By default float32 on CPU and bfloat16 on CUDA.",
+    "quantize": "int8: the text model's matrices in 8 bits with a scale for each output, on the "
+    "CPU; a quarter of float32's memory, and answers of rounded weights.",
     "max_model_len": "Prompt plus generated tokens of one sequence; the model's own by default.",
     "lora": "NAME=FOLDER: a LoRA adapter as PEFT writes it, which requests ask for by its name as "
     "the model; repeatable.",
@@ -147,6 +149,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "model": (
         "device",
         "dtype",
+        "quantize",
         "max_model_len",
         "pooling",
         "lora",
@@ -210,6 +213,7 @@ OTHER = "other"
 ENGINE_OPTIONS = (
     "device",
     "dtype",
+    "quantize",
     "max_model_len",
     "max_num_batched_tokens",
     "kv_cache_gb",

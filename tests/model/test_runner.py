@@ -309,6 +309,21 @@ def test_a_long_chunk_uses_every_core_and_restores_the_number(monkeypatch):
         assert torch.get_num_threads() == 1
 
 
+@pytest.mark.parametrize(("least", "threads"), [(1, 2), (1 << 40, 1)])
+def test_every_step_of_a_large_model_uses_every_core(llama, monkeypatch, least, threads):
+    monkeypatch.setattr("lookonce.model.runner.HEAVY_BYTES", least)
+    runner = make_runner(llama, threads=on_cores(2, 2, monkeypatch))
+    compute, used = runner.logits, set()
+
+    def logits(*args):
+        used.add(torch.get_num_threads())
+        return compute(*args)
+
+    monkeypatch.setattr(runner, "logits", logits)
+    answer(runner, tokens(1, 9))
+    assert used == {threads}
+
+
 def decodes(count: int, context: int) -> StepPlan:
     return StepPlan(0, scheduled=tuple(ScheduledSequence(i, context - 1, 1) for i in range(count)))
 

@@ -78,6 +78,11 @@ struct Type<BFloat16> {
     static constexpr const char* name = "bfloat16";
 };
 template <>
+struct Type<int8_t> {
+    static constexpr uint8_t code = INT, bits = 8;
+    static constexpr const char* name = "int8";
+};
+template <>
 struct Type<int32_t> {
     static constexpr uint8_t code = INT, bits = 32;
     static constexpr const char* name = "int32";

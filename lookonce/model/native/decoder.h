@@ -1,7 +1,8 @@
 // A plain decoder (see decoder.py) over the few tokens of a decode step, embedding to logits.
 //
-// Weights and KV pages are of one type T, fp32 or bf16; everything between them is fp32. Matrices of
-// an fp32 model whose numbers are all bf16 numbers may lie there as such (W): half as much to read.
+// Weights and KV pages are of one type T, fp32 or bf16; everything between them is fp32. Matrices may
+// be of another type (W): bf16 of an fp32 model whose numbers are all bf16 numbers, half as much to
+// read, or int8 with a scale for each output.
 
 #pragma once
 
@@ -53,6 +54,8 @@ struct Step {
     Problem attention;           // sizes and metadata; tensors are filled in here
 };
 
+constexpr int64_t GATES_FOR_THREADS = 8192;  // are worth waking more threads
+
 constexpr int64_t DONE = 0, AXES_DIFFER = -1, UNKNOWN_TOKEN = -2;
 
 inline void store_as(float* to, Vec v) { store(to, v); }
@@ -77,6 +80,14 @@ inline void normalise(const Norm<T>& norm, const X* from, int64_t width, X* to) 
     for (i = 0; i + LANES <= width; i += LANES)
         store_as(to + i, load(norm.weight + i) * (load(from + i) * factor));
     for (; i < width; ++i) narrow(widen(norm.weight[i]) * (widen(from[i]) * factor), to + i);
+}
+
+// `width` values of one type as another.
+template <typename X, typename Y>
+inline void convert(const X* from, int64_t width, Y* to) {
+    int64_t i = 0;
+    for (; i + LANES <= width; i += LANES) store_as(to + i, load(from + i));
+    for (; i < width; ++i) narrow(widen(from[i]), to + i);
 }
 
 // x / (1 + e^-x)
@@ -161,7 +172,7 @@ class Pass {
         const T* given = static_cast<const T*>(s.embeds);
         for (int64_t t = 0; t < tokens; ++t) {
             const T* from = given ? given + t * m.hidden : m.embedding + s.token_ids[t] * m.hidden;
-            for (int64_t i = 0; i < m.hidden; ++i) x[t * m.hidden + i] = widen(from[i]);
+            convert(from, m.hidden, x + t * m.hidden);
         }
     }
 
@@ -183,7 +194,7 @@ class Pass {
         p.query_head = p.key_head = p.value_head = m.head_dim;
         p.window = layer.window, p.scale = layer.scale, p.softcap = layer.softcap;
         run_step<T>(p);
-        for (int64_t i = 0; i < tokens * layer.out.inputs; ++i) attended[i] = widen(answer[i]);
+        convert(answer, tokens * layer.out.inputs, attended);
         apply(layer.out, attended, tokens, x, true, num_threads);
     }
 
@@ -196,18 +207,28 @@ class Pass {
         for (int64_t h = 0; h < m.rotated(); ++h, from += m.head_dim, to += m.head_dim) {
             const Norm<T>& norm = h < m.heads ? layer.query : layer.key;
             if (norm.weight) normalise(norm, from, m.head_dim, from);
-            for (int64_t i = 0; i < half; ++i)
-                narrow(from[i] * cos[i] + from[i + half] * sin[i], to + i);
-            for (int64_t i = half; i < m.head_dim; ++i)
-                narrow(from[i] * cos[i] + from[i - half] * sin[i], to + i);
+            int64_t i = 0;
+            for (; i + LANES <= half; i += LANES) {
+                const Vec low = load(from + i), high = load(from + i + half);
+                store_as(to + i, low * load(cos + i) + high * load(sin + i));
+                store_as(to + i + half, high * load(cos + i + half) + low * load(sin + i + half));
+            }
+            for (; i < half; ++i) {
+                const float low = from[i], high = from[i + half];
+                narrow(low * cos[i] + high * sin[i], to + i);
+                narrow(high * cos[i + half] + low * sin[i + half], to + i + half);
+            }
         }
-        for (int64_t i = 0; i < m.kv_heads * m.head_dim; ++i) narrow(from[i], to + i);
+        convert(from, m.kv_heads * m.head_dim, to);
     }
 
     void feed_forward(const Layer<T, W>& layer) {
         norm_all(layer.between);
         apply(layer.gate_up, normed, tokens, wide, false, num_threads);
-        for (int64_t t = 0; t < tokens; ++t) gated(wide + t * 2 * m.ffn, m.ffn, normed + t * m.ffn);
+        const bool is_short = tokens * m.ffn < GATES_FOR_THREADS;
+        for_each<false>(tokens, is_short ? 1 : num_threads, [&](int64_t t) {
+            gated(wide + t * 2 * m.ffn, m.ffn, normed + t * m.ffn);
+        });
         apply(layer.down, normed, tokens, x, true, num_threads);
     }
 

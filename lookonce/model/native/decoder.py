@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from lookonce.model.attention.backend import AttentionMetadata, ForwardContext
 from lookonce.model.attention.probe import (
@@ -23,8 +22,17 @@ from lookonce.model.attention.probe import (
     probe_positions,
 )
 from lookonce.model.attention.reference import ReferenceBackend
+from lookonce.model.bf16_products import Weight, linear
 from lookonce.model.families.base import ModelFamily
-from lookonce.model.fused_modules import FusedDecoder, FusedLayer, Linear, RMSNorm, plain_positions
+from lookonce.model.fused_modules import (
+    FusedDecoder,
+    FusedLayer,
+    Linear,
+    RMSNorm,
+    linear_weight,
+    plain_positions,
+)
+from lookonce.model.int8_weights import Int8Linear, Int8Weight
 from lookonce.model.kv_pages import KVPages
 from lookonce.model.native import compiled
 
@@ -65,20 +73,23 @@ class NativeDecoder:
         _require(compiled.kernels is not None, "it is not compiled")
         if not isinstance(embedding, nn.Embedding) or type(embedding).forward is not _PLAIN_LOOKUP:
             raise ValueError("the embedding is not a plain one")
-        _require(type(head) is nn.Linear and head.bias is None, "the head is not a plain one")
+        is_plain = type(head) in (nn.Linear, Int8Linear) and head.bias is None
+        _require(is_plain, "the head is not a plain one")
         _require(family.final_softcap is None, "logits are capped")
         self._dtype = embedding.weight.dtype
         _require(self._dtype in TOLERANCE, f"{self._dtype} is not compiled for")
         _require(len({_sizes(layer) for layer in layers}) == 1, "layers differ in size")
         self._fused = fused
         self.position_axes = family.position_axes
-        self.reads_bf16 = self._dtype is torch.float32 and _are_bf16(_matrices(fused, head))
+        self.reads_bf16 = self._dtype is torch.float32 and _are_bf16(
+            _matrices(fused, linear_weight(head))
+        )
         """Matrices are read as bf16: the same numbers in half the memory traffic."""
         first = layers[0]
         self._before_head = (self._plain(embedding.weight), *self._norm(fused.norm))
-        self._head = self._matrix(head.weight)
+        self._head = self._matrix(linear_weight(head))
         self._num_outputs = head.out_features
-        self._heads = (first.num_heads, first.num_kv_heads, first.head_dim, first.down[0].shape[1])
+        self._sizes = (first.num_heads, first.num_kv_heads, first.head_dim, first.down[0].shape[1])
         self._layers = [self._layer_weights(layer) for layer in layers]
         self._handle: object = None
         self._cos = self._sin = torch.empty((0, first.head_dim))
@@ -96,10 +107,12 @@ class NativeDecoder:
                 self._fused.layers, self._layers, kv_pages.layers, strict=True
             )
         )
-        head = self._head[:num_outputs]
-        self._num_outputs = len(head)
+        weight, scales = self._head
+        head = weight[:num_outputs], None if scales is None else scales[:num_outputs], None
+        self._num_outputs = len(head[0])
         # As `make` in module.cpp reads it.
-        self._handle = _kernels().make((*self._before_head, head, *self._heads), layers[part])
+        model = (*self._before_head, self._num_outputs, *head, *self._sizes)
+        self._handle = _kernels().make(model, layers[part])
 
     def logits(self, inputs: DecodeInputs) -> Tensor | None:
         """Logits [S, V] float32; None for a step it does not compute.
@@ -164,12 +177,16 @@ class NativeDecoder:
     def _norm(self, norm: RMSNorm | None) -> tuple[Tensor | None, float]:
         return (None, 0.0) if norm is None else (self._plain(norm.weight), norm.eps)
 
-    def _linear(self, linear: Linear) -> tuple[Tensor, Tensor | None]:
+    def _linear(self, linear: Linear) -> tuple[Tensor | None, ...]:
+        """Weight, scales and bias."""
         weight, bias = linear
-        return self._matrix(weight), None if bias is None else self._plain(bias)
+        return *self._matrix(weight), None if bias is None else self._plain(bias)
 
-    def _matrix(self, weight: Tensor) -> Tensor:
-        return weight.bfloat16() if self.reads_bf16 else self._plain(weight)
+    def _matrix(self, weight: Weight) -> tuple[Tensor, Tensor | None]:
+        """The numbers, and the scales of int8."""
+        if isinstance(weight, Int8Weight):
+            return weight.values, weight.scales
+        return weight.bfloat16() if self.reads_bf16 else self._plain(weight), None
 
     def _plain(self, tensor: Tensor) -> Tensor:
         _require(tensor.is_contiguous(), "a weight is not contiguous")
@@ -222,15 +239,15 @@ def _find_fault(
     ids = _probe_ids()
     step = ForwardContext(metadata, ReferenceBackend(), pages)
     outputs = fused.residuals(family.embed_tokens(ids), positions, step)
-    head: Tensor = family.lm_head.weight
+    head = linear_weight(family.lm_head)
     for index, residual in enumerate(outputs):
         is_last = index == len(fused.layers) - 1
         compared = head if is_last else head[:PROBE_OUTPUTS]
-        decoder.bind(pages, slice(index, index + 1), len(compared))
+        decoder.bind(pages, slice(index, index + 1), compared.shape[0])
         found = decoder.logits(DecodeInputs(ids, embeds, positions, None, metadata))
         if found is None:
             raise ValueError("a plain step is not computed")
-        expected = functional.linear(fused.norm(residual), compared).float()
+        expected = linear(fused.norm(residual), compared).float()
         difference, largest = (found - expected).abs().max(), expected.abs().max()
         if not difference <= TOLERANCE[dtype] * largest:
             return f"layer {index} of the compiled ones differs by {difference:g}"
@@ -256,23 +273,24 @@ def _asked_of(layer: FusedLayer) -> tuple[float, ...]:
     return asked.sliding_window or 0, asked.scale, asked.softcap or 0.0
 
 
-def _matrices(fused: FusedDecoder, head: nn.Linear) -> list[Tensor]:
+def _matrices(fused: FusedDecoder, head: Weight) -> list[Weight]:
     linears = [
         linear
         for layer in fused.layers
         for linear in (layer.qkv, layer.out, layer.gate_up, layer.down)
     ]
-    return [head.weight, *(weight for weight, _ in linears)]
+    return [head, *(weight for weight, _ in linears)]
 
 
-def _are_bf16(weights: list[Tensor]) -> bool:
+def _are_bf16(weights: list[Weight]) -> bool:
     """Whether all numbers are bf16 numbers, as they are where a published model was widened.
 
-    Never beyond `MAX_HALVED_BYTES`: the copies take half as much again.
+    Not of int8 weights, and never beyond `MAX_HALVED_BYTES`: the copies take half as much again.
     """
-    if sum(weight.nbytes for weight in weights) > MAX_HALVED_BYTES:
+    plain = [weight for weight in weights if isinstance(weight, Tensor)]
+    if len(plain) < len(weights) or sum(weight.nbytes for weight in plain) > MAX_HALVED_BYTES:
         return False
-    return all(torch.equal(weight.bfloat16().float(), weight) for weight in weights)
+    return all(torch.equal(weight.bfloat16().float(), weight) for weight in plain)
 
 
 def _kernels() -> compiled.Kernels:

@@ -1,11 +1,20 @@
-// Products of a few tokens with a weight matrix as torch keeps it: [outputs, inputs], not packed.
+// Products of tokens with a weight matrix as torch keeps it: [outputs, inputs], not packed.
 //
-// A tile is so many tokens by so many outputs that its lane-wise sums are LANES vectors: one
-// transpose turns them into results. Weights are read from memory once, by the
-// first tile; the others find them in a cache near by. Sums are in fp32 for fp32 and bf16 weights.
+// A tile is some tokens by some outputs, each with a vector of sums or several; one transpose turns
+// them into results. Up to 8 tokens meet a weight when it comes from memory. With more, a stretch of
+// outputs stays in a core's cache while all tokens meet it, and the next stretch is asked for.
+//
+// Tokens are prepared once for each product, as the weights want to meet them (Meeting). Sums are
+// in fp32 for fp32 and bf16 weights. int8 weights have a scale for each output, and meet tokens of
+// 16 bits with a scale each: products and sums are exact integers.
 
 #pragma once
 
+#if defined(__SSE4_1__)
+#include <immintrin.h>
+#endif
+
+#include <cmath>
 #include <vector>
 
 #include "../attention/threads.h"
@@ -15,201 +24,435 @@ namespace native {
 
 using namespace paged;
 
-constexpr int MAX_TILE_TOKENS = 4;
+constexpr int MAX_TILE_TOKENS = 8;
 
-// y[t][n] = x[t] . weight[n] + bias[n], and y[t][n] itself where `add`. T is the model's type; its
-// weights may lie there as W, if they are the same numbers.
+// y[t][n] = x[t] . weight[n] * scales[n] + bias[n], and y[t][n] itself where `add`. T is the model's
+// type; its weights may lie there as W, if they are the same numbers.
 template <typename T, typename W>
 struct Linear {
     const W* weight;  // [outputs][inputs]
     const T* bias;    // [outputs] or null
     int64_t inputs, outputs;
-    int64_t width = outputs;  // of a row of y, of which these outputs are a part
+    int64_t width = outputs;        // of a row of y, of which these outputs are a part
+    const float* scales = nullptr;  // [outputs], or null: all are 1
 };
 
-// How weights meet tokens: as what (Input), and so many inputs (STEP) at a time.
+// Tokens prepared for some weights: rows of whole steps, zero past their inputs.
+template <typename E>
+struct Tokens {
+    const E* rows;
+    int64_t stride;
+    const float* scales = nullptr;  // [tokens], or null: all are 1
+    const E* row(int64_t token) const { return rows + token * stride; }
+};
+
+inline int64_t whole_steps(int64_t inputs, int64_t step) { return (inputs + step - 1) / step * step; }
+
+template <typename E>
+E* room(int64_t size) {
+    static thread_local std::vector<E> kept;
+    if (int64_t(kept.size()) < size) kept.resize(size);
+    return kept.data();
+}
+
+// The last inputs of a row, zero past its end.
+template <typename W>
+struct Rest {
+    W elements[2 * LANES] = {};
+    Rest(const W* from, int64_t count) { std::memcpy(elements, from, count * sizeof(W)); }
+};
+
+// How weights meet tokens: STEP inputs at a time, in PARTS products of a vector of each.
 template <typename T, typename W>
-struct Meeting {
-    using Input = float;
-    using Vector = Vec;
-    static constexpr int STEP = LANES;
-    template <typename E>
-    static Vec take(const E* from) {
+struct Meeting;
+
+// float weights.
+template <typename T>
+struct Meeting<T, float> {
+    using Element = float;
+    using Sum = Vec;
+    static constexpr int STEP = LANES, PARTS = 1, PART = LANES;
+    template <int>
+    static Vec weights(const float* from) {
         return load(from);
     }
+    static Vec tokens(const float* from) { return load(from); }
     static Vec add_product(Vec sum, Vec a, Vec b) { return sum + a * b; }
-    static const float* inputs(const float* x, int64_t) { return x; }
+    static Vec as_floats(Vec sum) { return sum; }
+    static Tokens<float> prepare(const float* x, int64_t count, int64_t inputs) {
+        const int64_t stride = whole_steps(inputs, STEP);
+        if (stride == inputs) return {x, stride};
+        float* rows = room<float>(count * stride);
+        for (int64_t t = 0; t < count; ++t) {
+            std::memcpy(rows + t * stride, x + t * inputs, inputs * sizeof(float));
+            std::fill(rows + t * stride + inputs, rows + (t + 1) * stride, 0.0f);
+        }
+        return {rows, stride};
+    }
+};
+
+// bf16 weights that are widened: a vector of 32-bit units holds two each, which one operation
+// separates into those of even and of odd places. Tokens lie in that order.
+template <typename T>
+struct Meeting<T, BFloat16> {
+    using Element = float;
+    using Sum = Vec;
+    static constexpr int STEP = 2 * LANES, PARTS = 2, PART = LANES;
+    template <int ODD>
+    static Vec weights(const BFloat16* from) {
+        const UnitVec both = load_units(from);
+        return ODD ? (Vec)((IntVec)both & 0xffff0000) : (Vec)((IntVec)both << 16);
+    }
+    static Vec tokens(const float* from) { return load(from); }
+    static Vec add_product(Vec sum, Vec a, Vec b) { return sum + a * b; }
+    static Vec as_floats(Vec sum) { return sum; }
+    template <size_t... LANE>
+    static void separate(const float* from, float* to, std::index_sequence<LANE...>) {
+        const Vec low = load(from), high = load(from + LANES);
+        store(to, __builtin_shufflevector(low, high, int(2 * LANE)...));
+        store(to + LANES, __builtin_shufflevector(low, high, int(2 * LANE + 1)...));
+    }
+    static void separate(const float* from, float* to) { separate(from, to, LANE_INDEX); }
+    static Tokens<float> prepare(const float* x, int64_t count, int64_t inputs) {
+        const int64_t stride = whole_steps(inputs, STEP);
+        float* rows = room<float>(count * stride);
+        for (int64_t t = 0; t < count; ++t, x += inputs) {
+            float* to = rows + t * stride;
+            int64_t k = 0;
+            for (; k + STEP <= inputs; k += STEP, to += STEP) separate(x + k, to);
+            if (k < inputs) separate(Rest<float>(x + k, inputs - k).elements, to);
+        }
+        return {rows, stride};
+    }
 };
 
 #ifdef __AVX512BF16__
-// Tokens are rounded to bf16 as well, as a model computed in bf16 does.
+// bf16 weights of a bf16 model where the CPU multiplies them: tokens are rounded to bf16 as well.
 template <>
 struct Meeting<BFloat16, BFloat16> {
-    using Input = BFloat16;
-    using Vector = UnitVec;
-    static constexpr int STEP = 2 * LANES;
-    static UnitVec take(const BFloat16* from) {
-        UnitVec v;
-        std::memcpy(&v, from, sizeof v);
-        return v;
+    using Element = BFloat16;
+    using Sum = Vec;
+    static constexpr int STEP = 2 * LANES, PARTS = 1, PART = STEP;
+    template <int>
+    static UnitVec weights(const BFloat16* from) {
+        return load_units(from);
     }
+    static UnitVec tokens(const BFloat16* from) { return load_units(from); }
     static Vec add_product(Vec sum, UnitVec a, UnitVec b) { return Pair::add_product(sum, a, b); }
-    static const BFloat16* inputs(const float* x, int64_t count) {
-        static thread_local std::vector<BFloat16> rounded;
-        if (int64_t(rounded.size()) < count) rounded.resize(count);
-        for (int64_t i = 0; i < count; ++i) narrow(x[i], &rounded[i]);
-        return rounded.data();
+    static Vec as_floats(Vec sum) { return sum; }
+    static Tokens<BFloat16> prepare(const float* x, int64_t count, int64_t inputs) {
+        const int64_t stride = whole_steps(inputs, STEP);
+        BFloat16* rows = room<BFloat16>(count * stride);
+        for (int64_t t = 0; t < count; ++t)
+            for (int64_t k = 0; k < stride; ++k)
+                narrow(k < inputs ? x[t * inputs + k] : 0.0f, rows + t * stride + k);
+        return {rows, stride};
     }
 };
 #endif
 
-// The last inputs of a row, zero past its end.
+// int8 weights and tokens of 16 bits: neighbours are multiplied and added as 32-bit integers.
 template <typename T>
-struct Rest {
-    T elements[2 * LANES] = {};
-    Rest(const T* from, int64_t count) { std::memcpy(elements, from, count * sizeof(T)); }
+struct Meeting<T, int8_t> {
+    using Element = int16_t;
+    using Sum = UnitVec;
+    typedef int16_t ShortVec __attribute__((vector_size(LANES * 4)));
+    static constexpr int STEP = 2 * LANES, PARTS = 1, PART = STEP;
+    template <int>
+    static ShortVec weights(const int8_t* from) {
+        typedef int8_t Bytes __attribute__((vector_size(LANES * 2)));
+        Bytes bytes;
+        std::memcpy(&bytes, from, sizeof bytes);
+#if defined(__AVX512BW__)
+        return (ShortVec)_mm512_cvtepi8_epi16((__m256i)bytes);
+#elif defined(__AVX2__)
+        return (ShortVec)_mm256_cvtepi8_epi16((__m128i)bytes);
+#else
+        return __builtin_convertvector(bytes, ShortVec);
+#endif
+    }
+    static ShortVec tokens(const int16_t* from) {
+        ShortVec v;
+        std::memcpy(&v, from, sizeof v);
+        return v;
+    }
+    static UnitVec add_product(UnitVec sum, ShortVec a, ShortVec b) {
+#if defined(__AVX512BW__)
+        return sum + (UnitVec)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+#elif defined(__AVX2__)
+        return sum + (UnitVec)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+#elif defined(__SSE4_1__)
+        return sum + (UnitVec)_mm_madd_epi16((__m128i)a, (__m128i)b);
+#else
+        // The even and the odd places of both; units are little-endian.
+        const UnitVec left = (UnitVec)a, right = (UnitVec)b;
+        return sum + (left << 16 >> 16) * (right << 16 >> 16) + (left >> 16) * (right >> 16);
+#endif
+    }
+    static Vec as_floats(UnitVec sum) { return __builtin_convertvector(sum, Vec); }
+
+    // The largest number of a token: no sum of `inputs` products may leave 32 bits.
+    static float largest(int64_t inputs) {
+        const int64_t added = whole_steps(inputs, STEP) / LANES;  // products in a lane of sums
+        return float(std::min<int64_t>(INT16_MAX, INT32_MAX / (128 * added)));
+    }
+
+    // To the nearest integers, by an addition after which they are the low bits: of 1.5 * 2^23.
+    static void store_rounded(Vec v, int16_t* to) {
+        typedef int16_t Shorts __attribute__((vector_size(LANES * 2)));
+        const Shorts shorts = __builtin_convertvector((UnitVec)(v + 12582912.0f), Shorts);
+        std::memcpy(to, &shorts, sizeof shorts);
+    }
+
+    // What is not finite makes all results of its token NaN.
+    static Tokens<int16_t> prepare(const float* x, int64_t count, int64_t inputs) {
+        const int64_t stride = whole_steps(inputs, STEP);
+        int16_t* rows = room<int16_t>(count * stride);
+        float* scales = room<float>(count);
+        const float most = largest(inputs);
+        for (int64_t t = 0; t < count; ++t, x += inputs) {
+            const auto step = [&](int64_t k, auto take) {
+                const int64_t rest = std::min<int64_t>(inputs - k, STEP);
+                if (rest == STEP) return take(x + k);
+                take(Rest<float>(x + k, rest).elements);
+            };
+            Vec most_of = {}, faults = {};
+            for (int64_t k = 0; k < inputs; k += STEP)
+                step(k, [&](const float* from) {
+                    for (int i = 0; i < STEP; i += LANES) {
+                        const Vec v = load(from + i);
+                        most_of = max_vec(max_vec(v, -v), most_of);
+                        faults += v * 0.0f;  // NaN of what is not finite
+                    }
+                });
+            const float highest = reduce_max(most_of), fault = reduce_sum(faults);
+            const bool is_finite = fault == 0.0f;
+            const float factor = is_finite && highest > 0.0f ? most / highest : 0.0f;
+            scales[t] = is_finite ? highest / most : fault;
+            for (int64_t k = 0; k < inputs; k += STEP)
+                step(k, [&](const float* from) {
+                    for (int i = 0; i < STEP; i += LANES)
+                        store_rounded(load(from + i) * factor, rows + t * stride + k + i);
+                });
+        }
+        return {rows, stride, scales};
+    }
 };
 
-// How a tile's LANES sums are used: ROWS outputs by TOKENS tokens by SPLIT stretches of the inputs.
-// With few tokens splitting keeps the rows read at a time few, which prefetching likes.
+// How the sums of a tile are used: ROWS outputs by TOKENS tokens by SPLIT stretches of the inputs.
+// SPLIT keeps so many sums under way that an addition need not wait for the one before it.
 template <int TOKENS>
 struct Shape {
-    static constexpr int SPLIT = TOKENS < 4 ? 4 / TOKENS : 1;
-    static constexpr int ROWS = LANES / (TOKENS * SPLIT);
+    static constexpr int WIDE = LANES == 16 ? 2 : 1;  // there are twice the registers then
+    static constexpr int ROWS = TOKENS > 4 ? WIDE : TOKENS > 2 ? 2 * WIDE : 1;
+    static constexpr int SPLIT = TOKENS > 2 ? 1 : 4;
 };
 
-// Lane (t * ROWS + r) * SPLIT + j is part j of x[t] . rows[r].
-template <typename M, int TOKENS, typename W, typename X>
-inline Vec tile(const X* const* x, const W* const* rows, int64_t inputs) {
-    constexpr int ROWS = Shape<TOKENS>::ROWS, SPLIT = Shape<TOKENS>::SPLIT;
-    Vec sum[LANES] = {};
-    int64_t k = 0;
-    for (; k + SPLIT * M::STEP <= inputs; k += SPLIT * M::STEP)
+constexpr int CACHE_LINE = 64;
+
+// The lanes of sums[t][r] add up to x[t] . rows[r]. What lies `ahead` weights further is asked for,
+// unless that is 0.
+template <typename M, int TOKENS, typename W>
+inline void tile(const typename M::Element* const* x, const W* const* rows, int64_t inputs,
+                 int64_t ahead, Vec (*sums)[LANES]) {
+    using S = Shape<TOKENS>;
+    constexpr int LINE = CACHE_LINE / int(M::STEP * sizeof(W)), STEPS = std::max(S::SPLIT, LINE);
+    typename M::Sum sum[TOKENS][S::ROWS][S::SPLIT] = {};
+    const auto meet = [&](const W* const* from, int64_t at, int j) {
+        const auto part = [&](auto odd) {
+            constexpr int ODD = decltype(odd)::value;
+            decltype(M::template weights<ODD>(from[0])) right[S::ROWS];
 #pragma GCC unroll 4
-        for (int j = 0; j < SPLIT; ++j) {
-            const int64_t at = k + j * M::STEP;
-            typename M::Vector left[TOKENS];
+            for (int r = 0; r < S::ROWS; ++r)
+                right[r] = in_register(M::template weights<ODD>(from[r]));
+#pragma GCC unroll 8
+            for (int t = 0; t < TOKENS; ++t) {
+                const auto left = in_register(M::tokens(x[t] + at + ODD * M::PART));
 #pragma GCC unroll 4
-            for (int t = 0; t < TOKENS; ++t) left[t] = in_register(M::take(x[t] + at));
-#pragma GCC unroll 4
-            for (int r = 0; r < ROWS; ++r) {
-                const typename M::Vector right = in_register(M::take(rows[r] + at));
-                __builtin_prefetch(rows[r] + ROWS * inputs + at);
-#pragma GCC unroll 4
-                for (int t = 0; t < TOKENS; ++t) {
-                    Vec& to = sum[(t * ROWS + r) * SPLIT + j];
-                    to = M::add_product(to, left[t], right);
+                for (int r = 0; r < S::ROWS; ++r) {
+                    auto& to = sum[t][r][j];
+                    to = M::add_product(to, left, right[r]);
                 }
             }
-        }
-    for (; k < inputs; k += M::STEP) {
-        const int64_t rest = std::min<int64_t>(M::STEP, inputs - k);
-        for (int t = 0; t < TOKENS; ++t) {
-            const auto left = M::take(Rest<X>(x[t] + k, rest).elements);
-            for (int r = 0; r < ROWS; ++r) {
-                Vec& to = sum[(t * ROWS + r) * SPLIT];
-                to = M::add_product(to, left, M::take(Rest<W>(rows[r] + k, rest).elements));
-            }
+        };
+        part(std::integral_constant<int, 0>());
+        if constexpr (M::PARTS > 1) part(std::integral_constant<int, 1>());
+    };
+    const W* at_rows[S::ROWS];
+    const auto move_to = [&](int64_t k) {
+#pragma GCC unroll 4
+        for (int r = 0; r < S::ROWS; ++r) at_rows[r] = rows[r] + k;
+    };
+    int64_t k = 0;
+    for (; k + STEPS * M::STEP <= inputs; k += STEPS * M::STEP) {
+        if (ahead)
+#pragma GCC unroll 4
+            for (int r = 0; r < S::ROWS; ++r)
+#pragma GCC unroll 4
+                for (int i = 0; i < STEPS * M::STEP; i += CACHE_LINE / int(sizeof(W)))
+                    __builtin_prefetch(rows[r] + ahead + k + i, 0, 2);  // for the second cache
+#pragma GCC unroll 4
+        for (int j = 0; j < STEPS; ++j) {
+            move_to(k + j * M::STEP);
+            meet(at_rows, k + j * M::STEP, j % S::SPLIT);
         }
     }
-    return transpose_sum(sum);
-}
-
-// One token's results of a tile, `count` of them.
-template <int ROWS, int SPLIT>
-inline void put(const float* sums, const float* bias, int64_t count, float* y, bool add) {
-    float results[ROWS];
-    for (int r = 0; r < ROWS; ++r) {
-        results[r] = bias[r];
-        for (int j = 0; j < SPLIT; ++j) results[r] += sums[r * SPLIT + j];
+    for (; k + M::STEP <= inputs; k += M::STEP) {
+        move_to(k);
+        meet(at_rows, k, 0);
     }
-    for (int64_t r = 0; r < count; ++r) y[r] = add ? y[r] + results[r] : results[r];
-}
-
-// Tokens [first, first + count) by outputs [begin, end); count is at most TOKENS.
-template <int TOKENS, typename T, typename W, typename X>
-inline void tiles(const Linear<T, W>& layer, const X* x, int64_t first, int64_t count, int64_t begin,
-                  int64_t end, float* y, bool add) {
-    constexpr int ROWS = Shape<TOKENS>::ROWS, SPLIT = Shape<TOKENS>::SPLIT;
-    const X* tokens[TOKENS];
+    if (k < inputs) {
+        W rest[S::ROWS][M::STEP];
+        for (int r = 0; r < S::ROWS; ++r) {
+            const Rest<W> last(rows[r] + k, inputs - k);
+            std::memcpy(rest[r], last.elements, sizeof rest[r]);
+            at_rows[r] = rest[r];
+        }
+        meet(at_rows, k, 0);
+    }
+#pragma GCC unroll 8
     for (int t = 0; t < TOKENS; ++t)
-        tokens[t] = x + (first + std::min<int64_t>(t, count - 1)) * layer.inputs;
-    for (int64_t n = begin; n < end; n += ROWS) {
-        const W* rows[ROWS];
-        const int64_t limit = std::min<int64_t>(ROWS, end - n);
-        for (int r = 0; r < ROWS; ++r)
-            rows[r] = layer.weight + (n + std::min<int64_t>(r, limit - 1)) * layer.inputs;
-        float sums[LANES], bias[ROWS] = {};
-        store(sums, tile<Meeting<T, W>, TOKENS>(tokens, rows, layer.inputs));
-        if (layer.bias)
-            for (int64_t r = 0; r < limit; ++r) bias[r] = widen(layer.bias[n + r]);
+#pragma GCC unroll 4
+        for (int r = 0; r < S::ROWS; ++r) {
+#pragma GCC unroll 4
+            for (int j = 1; j < S::SPLIT; ++j) sum[t][r][0] += sum[t][r][j];
+            sums[t][r] = M::as_floats(sum[t][r][0]);
+        }
+}
+
+// One product: what is multiplied, and where to.
+template <typename T, typename W, typename E>
+struct Product {
+    const Linear<T, W>& layer;
+    Tokens<E> x;
+    float* y;
+    bool add;
+};
+
+// A part of a product: some outputs, and some inputs.
+struct Part {
+    int64_t begin, end, first_input, inputs;
+    int64_t ahead;  // weights from those that are read to those that are asked for; 0: none are
+};
+
+// Tokens [first, first + count); count is at most TOKENS.
+template <typename M, int TOKENS, typename T, typename W>
+inline void tiles(const Product<T, W, typename M::Element>& p, int64_t first, int64_t count,
+                  const Part& part) {
+    using S = Shape<TOKENS>;
+    const Linear<T, W>& layer = p.layer;
+    const bool add = p.add || part.first_input > 0;
+    const T* bias = part.first_input > 0 ? nullptr : layer.bias;
+    const typename M::Element* tokens[TOKENS];
+    float token_scales[TOKENS];
+    for (int t = 0; t < TOKENS; ++t) {
+        const int64_t token = first + std::min<int64_t>(t, count - 1);
+        tokens[t] = p.x.row(token) + part.first_input;
+        token_scales[t] = p.x.scales ? p.x.scales[token] : 1.0f;
+    }
+    for (int64_t n = part.begin; n < part.end; n += LANES) {
+        const int64_t limit = std::min<int64_t>(LANES, part.end - n);
+        Vec sums[TOKENS][LANES] = {};
+        for (int64_t r = 0; r < limit; r += S::ROWS) {
+            const W* rows[S::ROWS];
+            for (int i = 0; i < S::ROWS; ++i)
+                rows[i] = layer.weight + (n + std::min(r + i, limit - 1)) * layer.inputs +
+                          part.first_input;
+            Vec(*to)[LANES] = reinterpret_cast<Vec(*)[LANES]>(&sums[0][r]);
+            tile<M, TOKENS>(tokens, rows, part.inputs, part.ahead, to);
+        }
+        const auto some = [limit](const auto* from) {
+            return limit == LANES ? load(from) : load_part(from, int(limit));
+        };
+        const Vec scales = layer.scales ? some(layer.scales + n) : splat(1.0f);
+        const Vec more = bias ? some(bias + n) : Vec{};
         for (int64_t t = 0; t < count; ++t) {
-            const float* from = sums + t * ROWS * SPLIT;
-            float* to = y + (first + t) * layer.width + n;
-            if (limit == ROWS)
-                put<ROWS, SPLIT>(from, bias, ROWS, to, add);
+            float* to = p.y + (first + t) * layer.width + n;
+            Vec sum = transpose_sum(sums[t]) * (scales * token_scales[t]) + more;
+            if (add) sum += some(to);
+            if (limit == LANES)
+                store(to, sum);
             else
-                put<ROWS, SPLIT>(from, bias, limit, to, add);
+                std::memcpy(to, &sum, limit * sizeof(float));
         }
     }
 }
 
-// A stretch of outputs for all tokens, in the widest tiles that are not mostly padding.
-template <typename T, typename W, typename X>
-void stretch(const Linear<T, W>& layer, const X* x, int64_t num_tokens, int64_t begin, int64_t end,
-             float* y, bool add) {
-    for (int64_t first = 0; first < num_tokens;) {
-        const int64_t count = std::min<int64_t>(num_tokens - first, MAX_TILE_TOKENS);
-        if (count > 2)
-            tiles<4>(layer, x, first, count, begin, end, y, add);
-        else if (count == 2)
-            tiles<2>(layer, x, first, count, begin, end, y, add);
-        else
-            tiles<1>(layer, x, first, count, begin, end, y, add);
-        first += count;
-    }
+// Weights ahead that are asked for where rows are read one after the other.
+template <typename W>
+constexpr int64_t AHEAD = sizeof(W) == 4 ? 512 / int64_t(sizeof(W)) : 2048 / int64_t(sizeof(W));
+// Bytes of a token's inputs that are met at a time: those of a tile stay in the nearest cache.
+constexpr int64_t BLOCK_BYTES = 2304;
+
+// All inputs of one or two tokens are met at a time: so rows are read as they lie in memory.
+template <typename M, typename T, typename W>
+void few(const Product<T, W, typename M::Element>& p, int64_t num_tokens, int64_t begin,
+         int64_t end) {
+    const Part part = {begin, end, 0, p.layer.inputs, AHEAD<W>};
+    if (num_tokens == 2)
+        tiles<M, 2>(p, 0, 2, part);
+    else
+        tiles<M, 1>(p, 0, 1, part);
 }
 
-// Whether weights are widened before they are multiplied.
-template <typename T, typename W>
-constexpr bool IS_WIDENED = std::is_same_v<W, BFloat16> &&
-                            std::is_same_v<typename Meeting<T, W>::Input, float>;
-
-// The same with weights that are widened once for all tiles of tokens.
-template <typename T>
-void widened_stretch(const Linear<T, BFloat16>& layer, const float* x, int64_t num_tokens,
-                     int64_t begin, int64_t end, float* y, bool add) {
-    static thread_local std::vector<float> wide;
-    const int64_t size = (end - begin) * layer.inputs;
-    if (int64_t(wide.size()) < size) wide.resize(size);
-    const BFloat16* from = layer.weight + begin * layer.inputs;
-    int64_t i = 0;
-    for (; i + LANES <= size; i += LANES) store(wide.data() + i, load(from + i));
-    for (; i < size; ++i) wide[i] = widen(from[i]);
-    const Linear<T, float> rows = {wide.data(), layer.bias ? layer.bias + begin : nullptr,
-                                   layer.inputs, end - begin, layer.width};
-    stretch(rows, x, num_tokens, 0, end - begin, y + begin, add);
+// Outputs [begin, end) for all tokens, a block of inputs at a time, in the widest tiles that are not
+// mostly padding. Up to 8 tokens ask for the next tile's weights, the last ones of more for the next
+// stretch's.
+template <typename M, typename T, typename W>
+void stretch(const Product<T, W, typename M::Element>& p, int64_t num_tokens, int64_t begin,
+             int64_t end) {
+    if (num_tokens <= 2) return few<M>(p, num_tokens, begin, end);
+    constexpr int64_t BLOCK = BLOCK_BYTES / int64_t(sizeof(typename M::Element));
+    const int64_t row = p.layer.inputs;
+    // Tiles of several rows load less for each product, but meet the same weights again.
+    const int64_t at_once = num_tokens > MAX_TILE_TOKENS ? MAX_TILE_TOKENS / 2 : MAX_TILE_TOKENS;
+    for (int64_t at = 0; at < row; at += BLOCK)
+        for (int64_t first = 0; first < num_tokens; first += at_once) {
+            const int64_t count = std::min<int64_t>(num_tokens - first, at_once);
+            Part part = {begin, end, at, std::min(BLOCK, row - at), 0};
+            if (first + count == num_tokens)
+                part.ahead = first > 0   ? (end - begin) * row
+                             : count > 4 ? Shape<8>::ROWS * row
+                                         : Shape<4>::ROWS * row;
+            if (count > 4)
+                tiles<M, 8>(p, first, count, part);
+            else if (count > 2)
+                tiles<M, 4>(p, first, count, part);
+            else if (count == 2)
+                tiles<M, 2>(p, first, count, part);
+            else
+                tiles<M, 1>(p, first, count, part);
+        }
 }
 
 // Multiplications that are worth waking one more thread.
 constexpr int64_t THREAD_WORK = 250'000;
 
+// Outputs in a stretch: whole tiles, whose weights a core's cache holds as float.
+inline int64_t stretch_of(int64_t inputs) {
+    constexpr int64_t CACHED = 64 << 10, LEAST = 16, MOST = 48;
+    const int64_t wanted = CACHED / (4 * LEAST * std::max<int64_t>(inputs, 1));
+    return LEAST * std::clamp<int64_t>(wanted, 1, MOST / LEAST);
+}
+
 // x [num_tokens][inputs] → y [num_tokens][outputs], added to what is there with `add`.
 template <typename T, typename W>
 void apply(const Linear<T, W>& layer, const float* x, int64_t num_tokens, float* y, bool add,
            int num_threads) {
-    constexpr int64_t STRETCH = 16;  // outputs: whole tiles, of every width
-    const int64_t count = (layer.outputs + STRETCH - 1) / STRETCH;
-    const auto* inputs = Meeting<T, W>::inputs(x, num_tokens * layer.inputs);
-    auto part = [&](int64_t i) {
-        const int64_t begin = i * STRETCH, end = std::min(layer.outputs, begin + STRETCH);
-        if constexpr (IS_WIDENED<T, W>)
-            if (num_tokens > MAX_TILE_TOKENS)
-                return widened_stretch(layer, inputs, num_tokens, begin, end, y, add);
-        stretch(layer, inputs, num_tokens, begin, end, y, add);
+    using M = Meeting<T, W>;
+    if (num_tokens == 0) return;
+    constexpr int64_t TOGETHER = 4;  // stretches one after the other of a task
+    const int64_t size = stretch_of(layer.inputs), task = TOGETHER * size;
+    const int64_t count = (layer.outputs + task - 1) / task;
+    const Product<T, W, typename M::Element> p = {
+        layer, M::prepare(x, num_tokens, layer.inputs), y, add};
+    const auto part = [&](int64_t i) {
+        const int64_t last = std::min(layer.outputs, (i + 1) * task);
+        for (int64_t begin = i * task; begin < last; begin += size)
+            stretch<M>(p, num_tokens, begin, std::min(last, begin + size));
     };
     const int64_t work = layer.outputs * layer.inputs * num_tokens / THREAD_WORK;
-    for_each<false>(count, int(std::min<int64_t>(num_threads, work)), part);
+    for_each<true>(count, int(std::min<int64_t>(num_threads, work)), part);
 }
 
 }  // namespace native

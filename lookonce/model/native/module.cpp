@@ -120,9 +120,13 @@ Norm<T> read_norm(Arguments& a, const char* name, int64_t width) {
 
 template <typename T, typename W>
 Linear<T, W> read_linear(Arguments& a, const char* name, int64_t inputs, int64_t outputs) {
-    const W* weight = a.tensor(name).shaped({outputs, inputs}).contiguous().data<W>();
-    return {weight, a.optional_tensor(name).shaped({outputs}).contiguous().data<T>(), inputs,
-            outputs, outputs};
+    Linear<T, W> layer = {};
+    layer.weight = a.tensor(name).shaped({outputs, inputs}).contiguous().data<W>();
+    layer.scales = a.optional_tensor(name).shaped({outputs}).contiguous().data<float>();
+    require(!std::is_same_v<W, int8_t> || layer.scales, "int8 weights have no scales");
+    layer.bias = a.optional_tensor(name).shaped({outputs}).contiguous().data<T>();
+    layer.inputs = inputs, layer.outputs = layer.width = outputs;
+    return layer;
 }
 
 template <typename T, typename W>
@@ -135,8 +139,8 @@ class Typed : public Decoder {
         m.embedding = embedding.data<T>();
         m.norm = read_norm<T>(a, "last norm", m.hidden);
         require(m.norm.weight, "the last norm has no weight");
-        const Tensor head = a.tensor("head").of_dimensions(2).contiguous();
-        m.head = {head.shaped({head.size(0), m.hidden}).template data<W>(), nullptr, m.hidden, head.size(0), head.size(0)};
+        const int64_t outputs = a.integer();
+        m.head = read_linear<T, W>(a, "head", m.hidden, outputs);
         m.heads = a.integer(), m.kv_heads = a.integer(), m.head_dim = a.integer();
         m.ffn = a.integer();
         require(m.kv_heads > 0 && m.heads > 0 && m.heads % m.kv_heads == 0 && m.head_dim > 0 &&
@@ -170,7 +174,7 @@ class Typed : public Decoder {
     }
 
   private:
-    static constexpr Py_ssize_t MODEL_ITEMS = 8, LAYER_ITEMS = 21;
+    static constexpr Py_ssize_t MODEL_ITEMS = 11, LAYER_ITEMS = 25;
     Model<T, W> m = {};
 
     Layer<T, W> read_layer(PyObject* items) {
@@ -228,16 +232,20 @@ void destroy(PyObject* capsule) {
 PyObject* make(PyObject* const* args, Py_ssize_t count) {
     Arguments a(args, count, 2);
     PyObject *model = a.object(), *layers = a.object();
-    if (!PyTuple_Check(model) || PyTuple_GET_SIZE(model) < 4 || !PyTuple_Check(layers)) {
+    if (!PyTuple_Check(model) || PyTuple_GET_SIZE(model) < 5 || !PyTuple_Check(layers)) {
         PyErr_SetString(PyExc_TypeError, "expected a tuple of the model and one of its layers");
         throw arguments::Raised();
     }
     Arguments types(model, PyTuple_GET_SIZE(model));
     const Tensor embedding = types.tensor("embedding");
-    types.object(), types.object();
+    types.object(), types.object(), types.object();
     const Tensor head = types.tensor("head");
     std::unique_ptr<Decoder> decoder;
-    if (embedding.is<BFloat16>())
+    if (head.is<int8_t>() && embedding.is<BFloat16>())
+        decoder = std::make_unique<Typed<BFloat16, int8_t>>(model, layers);
+    else if (head.is<int8_t>())
+        decoder = std::make_unique<Typed<float, int8_t>>(model, layers);
+    else if (embedding.is<BFloat16>())
         decoder = std::make_unique<Typed<BFloat16, BFloat16>>(model, layers);
     else if (head.is<BFloat16>())
         decoder = std::make_unique<Typed<float, BFloat16>>(model, layers);
@@ -348,6 +356,30 @@ PyObject* norm_rows(PyObject* const* args, Py_ssize_t count) {
     Py_RETURN_NONE;
 }
 
+// linear_rows(from [rows, inputs], weight [outputs, inputs] int8, scales [outputs], bias [outputs] or
+//             None, to [rows, outputs], threads)
+PyObject* linear_rows(PyObject* const* args, Py_ssize_t count) {
+    Arguments a(args, count, 6);
+    const Tensor from = a.tensor("hidden").of_dimensions(2).contiguous();
+    PyObject* const* weights = args + 1;
+    const Tensor weight = a.tensor("weight").of_dimensions(2);
+    const int64_t rows = from.size(0), inputs = from.size(1), outputs = weight.size(0);
+    require(inputs > 0 && outputs > 0, "a weight has no elements");
+    a.optional_tensor("scales"), a.optional_tensor("bias");
+    const Tensor to = a.tensor("output").shaped({rows, outputs}).contiguous();
+    const int num_threads = int(a.integer());
+    with_type_of(from, [&](auto typed) {
+        using T = decltype(typed);
+        Arguments again(weights, 3, 3);
+        const auto layer = read_linear<T, int8_t>(again, "weight", inputs, outputs);
+        const T* input = from.data<T>();
+        T* output = to.data<T>();
+        const WithoutGil others_run;
+        native::linear_rows(layer, input, rows, output, num_threads);
+    });
+    Py_RETURN_NONE;
+}
+
 // gate_rows(gate_up [..., 2 * width], to [..., width], threads)
 PyObject* gate_rows(PyObject* const* args, Py_ssize_t count) {
     Arguments a(args, count, 3);
@@ -379,6 +411,7 @@ PyMethodDef methods[] = {
      "One step from embedding to logits; see decoder.py."},
     {"argmax", as_method(guarded<argmax>), METH_FASTCALL, "Of each row; see logits_processors.py."},
     {"norm_rows", as_method(guarded<norm_rows>), METH_FASTCALL, "See layers.py."},
+    {"linear_rows", as_method(guarded<linear_rows>), METH_FASTCALL, "See int8_weights.py."},
     {"gate_rows", as_method(guarded<gate_rows>), METH_FASTCALL, "See layers.py."},
     {"attend_windows", as_method(guarded<attend_windows>), METH_FASTCALL, "See layers.py."},
     {nullptr, nullptr, 0, nullptr},

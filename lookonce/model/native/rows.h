@@ -1,4 +1,5 @@
-// What happens to rows between matrix products: RMS norms and gated activations, one pass each.
+// What happens to rows outside of the decoder: RMS norms and gated activations, one pass each, and
+// products with int8 weights.
 
 #pragma once
 
@@ -26,6 +27,27 @@ template <typename T>
 void gate_rows(const T* gate_up, int64_t rows, int64_t width, T* to, int num_threads) {
     each_row(rows, num_threads,
              [&](int64_t row) { gated(gate_up + row * 2 * width, width, to + row * width); });
+}
+
+// from [rows][inputs] → to [rows][outputs]
+template <typename T>
+void linear_rows(const Linear<T, int8_t>& layer, const T* from, int64_t rows, T* to,
+                 int num_threads) {
+    constexpr int64_t AT_ONCE = 256;
+    std::vector<float> wide(std::min(rows, AT_ONCE) * layer.inputs);
+    std::vector<float> results(std::min(rows, AT_ONCE) * layer.outputs);
+    for (int64_t first = 0; first < rows; first += AT_ONCE) {
+        const int64_t count = std::min(AT_ONCE, rows - first);
+        each_row(count, num_threads, [&](int64_t row) {
+            convert(from + (first + row) * layer.inputs, layer.inputs,
+                    wide.data() + row * layer.inputs);
+        });
+        apply(layer, wide.data(), count, results.data(), false, num_threads);
+        each_row(count, num_threads, [&](int64_t row) {
+            convert(results.data() + row * layer.outputs, layer.outputs,
+                    to + (first + row) * layer.outputs);
+        });
+    }
 }
 
 }  // namespace native

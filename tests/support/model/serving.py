@@ -185,6 +185,7 @@ def expected_answers(folder: Path, info: ModelInfo, cases: list[Case]) -> list[A
 
 
 def answers_of(model: Any, cases: Sequence[Case]) -> list[Answer]:
+    """Greedy tokens and logits of a plain Hugging Face model, one prompt at a time."""
     return [_reference_answer(model, case) for case in cases]
 
 
