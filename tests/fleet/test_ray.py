@@ -29,7 +29,8 @@ pytest.importorskip("ray")
 pytestmark = [pytest.mark.fleet, pytest.mark.timeout(600)]
 
 ENGINES = 3
-DELAYS = {"upscale_delay": 1.0, "downscale_delay": 2.0}
+DELAYS = {"upscale_delay": 1.0, "downscale_delay": 30.0}
+"""An engine starts in less than the second."""
 EXAMPLE = Path(__file__).parents[2] / "deploy/kubernetes/fleet/lookonce-fleet.yaml"
 
 
