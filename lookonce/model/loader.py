@@ -410,6 +410,10 @@ STRETCHING = ("linear", "yarn")
 it state the extended length."""
 
 
+SPARSE_LAYERS = "minimax_m3_sparse"
+"""What MiniMax M3's config calls layers with an index of blocks."""
+
+
 def _longest_sequence(text_config: Any) -> int:
     """Most tokens of one sequence: what the config states, or what its rope extends that to.
 
@@ -423,8 +427,8 @@ def _longest_sequence(text_config: Any) -> int:
     stated = getattr(text_config, "max_position_embeddings", None)
     if not isinstance(stated, int):
         raise ModelLoadError("config.json does not say max_position_embeddings")
-    if chunk := getattr(text_config, "attention_chunk_size", None):
-        stated = min(stated, chunk)  # layers see their own chunk only; the first one is exact
+    plain = _plain_lengths(text_config)
+    stated = min([stated, *plain])
     rope = _rope_parameters(text_config)
     kinds = [rope, *(part for part in rope.values() if isinstance(part, dict))]
     first_trained = [
@@ -437,7 +441,21 @@ def _longest_sequence(text_config: Any) -> int:
     if rope.get("rope_type") not in STRETCHING:
         return stated
     original = rope.get("original_max_position_embeddings") or stated
-    return max(stated, int(original * (rope.get("factor") or 1.0)))
+    return min([max(stated, int(original * (rope.get("factor") or 1.0))), *plain])
+
+
+def _plain_lengths(text_config: Any) -> list[int]:
+    """Most tokens up to which layers attend to all keys by the plain rule, one number for each way
+    in which longer sequences differ. `proof.prove` cannot find these: its prompts are shorter."""
+    lengths = []
+    if chunk := getattr(text_config, "attention_chunk_size", None):
+        lengths.append(int(chunk))  # layers see their own chunk only
+    if getattr(text_config, "attn_temperature_tuning", False):
+        lengths.append(int(text_config.floor_scale) - 1)  # queries are scaled from there on
+    if SPARSE_LAYERS in (getattr(text_config, "layer_types", None) or ()):
+        # Each query sees a number of blocks of keys that an index selects.
+        lengths.append(text_config.index_topk_blocks * text_config.index_block_size)
+    return lengths
 
 
 def _is_longrope(rope: Json) -> bool:

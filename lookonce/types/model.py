@@ -503,7 +503,7 @@ def unsupported(
     """What to raise for a type that is not served: why, and those of the types `like` it, of all
     where none are given, that have a similar name."""
     known = {*SUPPORTED, *GENERAL_TEXT, *GENERAL_MEDIA, *EMBEDDERS} if like is None else set(like)
-    near = difflib.get_close_matches(model_type, sorted(known), n=3)
+    near = difflib.get_close_matches(model_type, sorted(known - {model_type}), n=3)
     nearest = f" (did you mean {' or '.join(near)}?)" if near else ""
     because = f": {reason}" if reason else ""
     return ModelLoadError(

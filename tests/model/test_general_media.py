@@ -35,6 +35,7 @@ from lookonce.types.model import (
     UNSERVABLE,
     UNSERVABLE_MEDIA,
     check_served,
+    unsupported,
 )
 from tests.support.model.cases import picture
 from tests.support.model.chats import render
@@ -96,6 +97,11 @@ def test_a_type_with_a_text_model_that_is_not_served_is_refused_for_that_reason(
     }
     with pytest.raises(ModelLoadError, match="keep another state than keys and values"):
         check_served(config)
+
+
+def test_a_refused_type_is_not_told_to_be_itself():
+    assert "mean internvl" not in str(unsupported("internvl", "its logits differ"))
+    assert "did you mean internvl" in str(unsupported("internvl9"))
 
 
 def test_the_media_are_those_that_are_listed(subject):

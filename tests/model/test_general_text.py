@@ -153,6 +153,34 @@ def test_a_long_window_is_compared_as_well(folder, tmp_path):
     assert_refused(family)
 
 
+def test_queries_are_not_scaled_by_their_index_in_a_step(folder, monkeypatch):
+    """Llama 4 scales them by it from `floor_scale` on, which sequences end before."""
+    path = folder("text:llama4_text")
+    loaded = load_model(ModelConfig(folder=str(path), served_name="test"))
+    family = loaded.family
+    assert loaded.info.max_model_len == family.config.floor_scale - 1 == 87
+    monkeypatch.setattr("lookonce.model.proof.LENGTHS", (80, 80))
+    monkeypatch.setattr("lookonce.model.proof.CUTS", ((0, 80), (0, 80)))
+    assert prove(family, torch.float32, torch.device("cpu")) < 1e-4
+    for layer in family.decoder.layers:
+        layer.self_attn.attn_temperature_tuning = True
+    assert_refused(family)
+
+
+def test_sequences_end_before_an_index_of_blocks_leaves_keys_out(folder, monkeypatch):
+    """MiniMax M3."""
+    path = folder("text:minimax_m3_vl_text")
+    loaded = load_model(ModelConfig(folder=str(path), served_name="test"))
+    limit = loaded.info.max_model_len
+    assert limit == 4 * 48
+    monkeypatch.setattr("lookonce.model.proof.LENGTHS", (limit, 9))
+    monkeypatch.setattr("lookonce.model.proof.CUTS", ((0, 50, limit), (0, 5, 9)))
+    assert prove(loaded.family, torch.float32, torch.device("cpu")) < 1e-4
+    monkeypatch.setattr("lookonce.model.proof.LENGTHS", (limit + 8, 9))
+    monkeypatch.setattr("lookonce.model.proof.CUTS", ((0, 50, limit + 8), (0, 5, 9)))
+    assert_refused(loaded.family)
+
+
 def test_attention_in_both_directions_is_found(folder):
     family = load(folder, "granite")
     for layer in family.decoder.layers:

@@ -12,8 +12,9 @@ import dataclasses
 import inspect
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,13 +34,17 @@ from lookonce.model.attention.backend import (
     AttentionMetadata,
     ForwardContext,
 )
-from lookonce.model.attention.hf_attention import CAUSAL_LAYER, paged_forward_context
+from lookonce.model.attention.hf_attention import (
+    CAUSAL_LAYER,
+    in_paged_forward,
+    paged_forward_context,
+)
 from lookonce.model.attention.latent import keep_latents
 from lookonce.model.attention.probe import PROBE_TOKENS, probe_metadata, probe_positions
 from lookonce.model.families.base import Model, ModelFamily, Tensors
 from lookonce.model.state import StateObserver, has_states
 from lookonce.types.media import MediaExample, Modality
-from lookonce.types.model import media_token, num_axes, unsupported
+from lookonce.types.model import MEDIA_TOKENS, media_token, num_axes, unsupported
 
 FORWARD_ERRORS = (
     AssertionError,
@@ -72,6 +77,7 @@ class GeneralTextFamily(ModelFamily):
             self.decoder = getattr(self.decoder, "model", self.decoder)
         if self.decoder is model or self.lm_head is None or self.embed_tokens is None:
             raise self.unservable("it has no decoder with embeddings and an output head apart")
+        _attend_plainly(self.decoder)
         self.keeps_latents = keep_latents(self.decoder)
         observer = StateObserver(self.text_config) if has_states(self.text_config) else None
         layers = self._observe(observer)
@@ -290,10 +296,11 @@ class GeneralMediaFamily(GeneralTextFamily):
     @property
     def reserved_tokens(self) -> frozenset[int]:
         """Ids that the config names, among them those of placeholders."""
+        placeholders = {name for names in MEDIA_TOKENS.values() for name in names}
         return frozenset(
             value
             for name, value in self.config.to_dict().items()
-            if TOKEN_NAME.fullmatch(name) and type(value) is int
+            if (name in placeholders or TOKEN_NAME.fullmatch(name)) and type(value) is int
         )
 
     def learn_token_types(self, examples: Sequence[MediaExample]) -> None:
@@ -388,6 +395,22 @@ class GeneralMediaFamily(GeneralTextFamily):
             if hasattr(holder, name):
                 return getattr(holder, name)
         raise self.unservable(f"it has no {name}")
+
+
+def _attend_plainly(decoder: Any) -> None:
+    """Leave out what layers compute by a token's index in a step, which holds parts of several
+    sequences. At each position that a sequence may have (`loader`) it changes nothing: the factor
+    of queries is 1 (Llama 4), and an index selects all blocks of keys (MiniMax M3)."""
+    for module in decoder.modules():
+        if getattr(module, "attn_temperature_tuning", False):
+            module.attn_temperature_tuning = False
+        if hasattr(module, "topk_blocks") and hasattr(module, "build_block_mask"):
+            module.forward = partial(_select_blocks, module.forward)
+
+
+def _select_blocks(select: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor | None:
+    """What an index of blocks selects where transformers computes; None in a step of ours."""
+    return None if in_paged_forward() else select(*args, **kwargs)
 
 
 def _attend_causally(decoder: Any) -> None:

@@ -768,7 +768,11 @@ def _minimax_m3_vl(scale: Scale, ids: Mapping[str, int]) -> Json:
         "num_experts_per_tok": 2,
         "rotary_dim": scale.head_dim // 2,
         "mlp_layer_types": ["dense", *["sparse"] * (scale.layers - 1)],
-        "layer_types": ["full_attention"] * scale.layers,
+        "layer_types": ["full_attention", *["minimax_m3_sparse"] * (scale.layers - 1)],
+        "index_n_heads": scale.kv_heads,
+        "index_head_dim": scale.head_dim,
+        "index_block_size": 4,
+        "index_topk_blocks": 512,
     }
     return {
         "vision_config": _vision(scale, image_size=112, patch_size=14),
