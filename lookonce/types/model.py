@@ -490,8 +490,10 @@ def check_served(config: Mapping[str, object]) -> None:
     for reason, types in (*UNSERVABLE_MEDIA.items(), *UNSERVABLE.items()):
         if model_type in types or text_type in types:
             raise unsupported(model_type, reason)
-    if not model_type or config.get("is_encoder_decoder"):
-        raise unsupported(model_type)
+    if not model_type:
+        raise unsupported(model_type, "its config.json names no model_type")
+    if config.get("is_encoder_decoder"):
+        raise unsupported(model_type, "it is an encoder-decoder")
     if takes_media(config) and not general_modalities(config):
         reason = "its config names no token for its pictures or sounds"
         raise unsupported(model_type, reason, like=(*SUPPORTED, *GENERAL_MEDIA))
