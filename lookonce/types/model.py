@@ -503,8 +503,12 @@ def unsupported(
     model_type: str, reason: str = "", *, like: Iterable[str] | None = None
 ) -> ModelLoadError:
     """What to raise for a type that is not served: why, and those of the types `like` it, of all
-    where none are given, that have a similar name."""
-    known = {*SUPPORTED, *GENERAL_TEXT, *GENERAL_MEDIA, *EMBEDDERS} if like is None else set(like)
+    where none are given, that have a similar name. Of a type that is served in general: why this
+    model of it is not."""
+    listed = {*SUPPORTED, *GENERAL_TEXT, *GENERAL_MEDIA, *EMBEDDERS}
+    if reason and model_type in listed:
+        return ModelLoadError(f"this model of type {model_type!r} cannot be served: {reason}")
+    known = listed if like is None else set(like)
     near = difflib.get_close_matches(model_type, sorted(known), n=3)
     nearest = f" (did you mean {' or '.join(near)}?)" if near else ""
     because = f": {reason}" if reason else ""
