@@ -100,7 +100,9 @@ def measure(server: RunningServer, name: str, report: Report, window: int, steps
     film = [encoded_frame(number) for number in range(window + steps + 2)]
     other = [encoded_frame(500_000 + number) for number in range(window + steps + 2)]
     for step in range(steps + 2):
-        ways = {"the same film": joined(film[step : step + window])}
+        ways: dict[str, str | list[dict[str, str]]] = {
+            "the same film": joined(film[step : step + window])
+        }
         if name in ONE_BY_ONE:
             ways["named"] = named(other, step, window)
         new = [encoded_frame(1_000_000 + window * step + number) for number in range(window)]

@@ -46,10 +46,22 @@ def served_types() -> list[ServedType]:
     return sorted(own + general)
 
 
+def _refused_types() -> list[dict[str, object]]:
+    """Rows with the fields of `ServedType`, which are null but for the name."""
+    reasons = (*UNSERVABLE.items(), *UNSERVABLE_MEDIA.items())
+    empty = dict.fromkeys(ServedType._fields)
+    return [
+        {**empty, "model_type": name, "refused_because": reason}
+        for reason, types in reasons
+        for name in types
+    ]
+
+
 def print_models(*, as_json: bool) -> None:
     rows = served_types()
     if as_json:
-        print(json.dumps([row._asdict() for row in rows], indent=1))
+        served = [{**row._asdict(), "refused_because": None} for row in rows]
+        print(json.dumps([*served, *_refused_types()], indent=1))
         return
     width = max(len(row.model_type) for row in rows)
     for row in rows:

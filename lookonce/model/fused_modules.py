@@ -452,7 +452,7 @@ def fuse_linears(modules: list[nn.Linear] | list[Int8Linear]) -> Linear:
     for module in modules:
         end = start + module.out_features
         module.weight.data = weight[start:end]
-        if bias is not None:
+        if bias is not None and module.bias is not None:
             module.bias.data = bias[start:end]
         start = end
     return (Int8Weight(weight, torch.cat(scales)) if scales else weight), bias

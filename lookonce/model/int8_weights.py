@@ -133,12 +133,15 @@ def _widened_product(rows: Tensor, weight: Int8Weight, bias: Tensor | None) -> T
 
 
 def _is_compiled() -> bool:
-    return compiled.kernels is not None and _agrees(compiled.kernels)
+    return compiled.kernels is not None and _agrees()
 
 
 @cache
-def _agrees(kernels: compiled.Kernels) -> bool:
+def _agrees() -> bool:
     """Whether compiled products are torch's, for sizes that no vector divides."""
+    kernels = compiled.kernels
+    if kernels is None:
+        return False
     generator = torch.Generator().manual_seed(0)
     weight = quantize(torch.randn(53, 77, generator=generator))
     rows = torch.randn(11, 77, generator=generator)

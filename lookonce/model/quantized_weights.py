@@ -63,7 +63,7 @@ class PackedWeights:
 
         Raises `ModelLoadError` for a kind of its method that is not unpacked here.
         """
-        self._files = [safe_open(path, framework="pt") for path in _weight_files(folder)]
+        self._files: list[Any] = [safe_open(p, framework="pt") for p in _weight_files(folder)]
         self._file_of = {name: file for file in self._files for name in file.keys()}  # noqa: SIM118
         self._method = _METHODS[declared["quant_method"]](declared)
         self._dtype = dtype
@@ -204,7 +204,8 @@ def _awq(declared: Json) -> Method:
 
     def columns(words: Tensor) -> Tensor:
         """[rows, W] → [rows, 8 W]."""
-        numbers = _spread(words, bits).unflatten(-1, (-1, 8))
+        spread = _spread(words, bits)
+        numbers = spread.view(*spread.shape[:-1], -1, 8)
         return numbers[..., list(AWQ_ORDER)].flatten(-2)
 
     def shape(parts: Parts) -> tuple[int, int]:

@@ -490,8 +490,10 @@ def check_served(config: Mapping[str, object]) -> None:
     for reason, types in (*UNSERVABLE_MEDIA.items(), *UNSERVABLE.items()):
         if model_type in types or text_type in types:
             raise unsupported(model_type, reason)
-    if not model_type or config.get("is_encoder_decoder"):
-        raise unsupported(model_type)
+    if not model_type:
+        raise unsupported(model_type, "its config.json names no model_type")
+    if config.get("is_encoder_decoder"):
+        raise unsupported(model_type, "it is an encoder-decoder")
     if takes_media(config) and not general_modalities(config):
         reason = "its config names no token for its pictures or sounds"
         raise unsupported(model_type, reason, like=(*SUPPORTED, *GENERAL_MEDIA))
@@ -501,8 +503,12 @@ def unsupported(
     model_type: str, reason: str = "", *, like: Iterable[str] | None = None
 ) -> ModelLoadError:
     """What to raise for a type that is not served: why, and those of the types `like` it, of all
-    where none are given, that have a similar name."""
-    known = {*SUPPORTED, *GENERAL_TEXT, *GENERAL_MEDIA, *EMBEDDERS} if like is None else set(like)
+    where none are given, that have a similar name. Of a type that is served in general: why this
+    model of it is not."""
+    listed = {*SUPPORTED, *GENERAL_TEXT, *GENERAL_MEDIA, *EMBEDDERS}
+    if reason and model_type in listed:
+        return ModelLoadError(f"this model of type {model_type!r} cannot be served: {reason}")
+    known = listed if like is None else set(like)
     near = difflib.get_close_matches(model_type, sorted(known - {model_type}), n=3)
     nearest = f" (did you mean {' or '.join(near)}?)" if near else ""
     because = f": {reason}" if reason else ""

@@ -27,8 +27,20 @@ def run(monkeypatch, capsys, *arguments: str) -> str:
     return capsys.readouterr().out
 
 
-def test_every_type_is_listed_once_with_its_media(monkeypatch, capsys):
+def served_rows(monkeypatch, capsys):
     rows = json.loads(run(monkeypatch, capsys, "--json"))
+    return [row for row in rows if row["refused_because"] is None]
+
+
+def test_programs_see_why_a_type_is_not_served(monkeypatch, capsys):
+    rows = json.loads(run(monkeypatch, capsys, "--json"))
+    found = {row["model_type"]: row["refused_because"] for row in rows if not row["served_by"]}
+    tables = {**UNSERVABLE, **UNSERVABLE_MEDIA}
+    assert found == {name: reason for reason, types in tables.items() for name in types}
+
+
+def test_every_type_is_listed_once_with_its_media(monkeypatch, capsys):
+    rows = served_rows(monkeypatch, capsys)
     media = {row["model_type"]: tuple(row["media"]) for row in rows}
     assert len(rows) == len(media)
     general = {**dict.fromkeys(GENERAL_TEXT, ()), **GENERAL_MEDIA}
@@ -40,7 +52,7 @@ def test_every_type_is_listed_once_with_its_media(monkeypatch, capsys):
 
 def test_the_documented_types_are_those_that_the_command_lists(monkeypatch, capsys):
     """The table of own types and the lists of the others, in docs/models.md."""
-    rows = json.loads(run(monkeypatch, capsys, "--json"))
+    rows = served_rows(monkeypatch, capsys)
     page = (Path(__file__).parents[2] / "docs/models.md").read_text()
     table: dict[str, str] = dict(
         re.findall(r"^\| `(\w+)` \|[^|]*\| ([\w, ]*?) ?\|", page, re.MULTILINE)

@@ -127,9 +127,22 @@ def test_a_text_model_takes_no_pictures(folder):
         family.encode("image", [{}])
 
 
-def test_an_unknown_type_is_refused_with_the_reason_and_the_nearest_ones():
-    with pytest.raises(ModelLoadError, match=r"knows no text model.*did you mean llama"):
-        family_for({"model_type": "llamma"})
+SEES = {"vision_config": {}, "image_token_id": 5}
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"model_type": "llamma"}, r"knows no such type.*did you mean llama"),
+        ({"model_type": "qwen2_5_v1", **SEES}, r"knows no such type.*did you mean qwen2_5_vl"),
+        ({"model_type": "vitdet"}, r"knows no text model"),
+        ({}, "its config.json names no model_type"),
+        ({"model_type": "t5", "is_encoder_decoder": True}, "it is an encoder-decoder"),
+    ],
+)
+def test_an_unknown_type_is_refused_with_the_reason_and_the_nearest_ones(config, message):
+    with pytest.raises(ModelLoadError, match=message):
+        family_for(config)
 
 
 def test_both_floors_serve_the_types_that_are_promised_with_the_same_media():

@@ -16,7 +16,7 @@ import torch
 from msgspec.structs import replace
 from torch import nn
 
-from lookonce.config import ModelConfig
+from lookonce.config import MediaConfig, ModelConfig
 from lookonce.errors import BadRequestError, LookOnceError, ModelLoadError
 from lookonce.model.families.general import DeeperRows, GeneralMediaFamily
 from lookonce.model.families.registry import FAMILIES
@@ -27,6 +27,8 @@ from lookonce.render.families.arrays import int64_array
 from lookonce.render.families.registry import FAMILIES as RENDER_FAMILIES
 from lookonce.render.families.registry import load_family, media_examples
 from lookonce.render.media.external_items import item_from_arrays
+from lookonce.render.media.processing import processing_settings
+from lookonce.render.media.worker import load_decoders, warm_up
 from lookonce.render.prompt.encoder import ChatOptions, load_encoder
 from lookonce.types.media import EVERY_TOKEN, Expansion, MediaExample
 from lookonce.types.model import (
@@ -81,6 +83,18 @@ def test_what_differs_is_refused_with_the_reason(folder, monkeypatch, model_type
     monkeypatch.setattr("lookonce.types.model.UNSERVABLE_MEDIA", {})
     with pytest.raises(ModelLoadError, match=REFUSED[model_type]):
         load_general(folder(f"media:{model_type}"))
+
+
+def test_a_folder_without_the_settings_of_its_processor_is_refused(folder, tmp_path):
+    """By the engine and by media workers: whichever comes first, nothing is started again."""
+    lacking = copied(folder("media:vipllava"), tmp_path)
+    (lacking / "processor_config.json").unlink()
+    with pytest.raises(ModelLoadError, match=r"model of type 'vipllava' cannot be served.*refuses"):
+        media_examples(lacking, "float32")
+    model = ModelConfig(folder=str(lacking), served_name="m")
+    decoders = load_decoders(processing_settings(model, MediaConfig()))
+    with pytest.raises(ModelLoadError, match=r"of a sample.*processor refuses the image.*NoneType"):
+        warm_up(decoders)
 
 
 def test_a_type_is_listed_once():

@@ -512,6 +512,7 @@ def test_a_longer_cut_of_a_stream_has_the_same_digests():
     ("film", "message"),
     [
         (lambda: encoded_film(range(6))[:-900], "readable film|broken"),
+        (lambda: encoded_film(range(6))[:300], r"incomplete: the MP4 or MOV file has no index"),
         (lambda: encoded_film([]), "the film has no frames: it has no video stream"),
         (lambda: encoded_film(range(6), container="matroska")[:-900], "incomplete: it claims 0.8"),
         (lambda: encoded_film(range(3), rate=10000), "10000 frames per second; at most 1000"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -23,6 +24,13 @@ def test_a_folder_of_either_type_loads(tmp_path: Path, dtype: str) -> None:
     assert {weight.dtype for weight in weights.values()} == {getattr(torch, dtype)}
     loaded = load_model(ModelConfig(folder=str(tmp_path / "folder"), served_name="x", dtype=dtype))
     assert loaded.info.modalities == ("image", "video")
+
+
+@pytest.mark.parametrize("kind", ["text:olmo2", "media:vipllava"])
+def test_types_without_a_family_of_their_own_have_folders(tmp_path: Path, kind: str) -> None:
+    assert main([kind, str(tmp_path / "folder")]) == 0
+    config = json.loads((tmp_path / "folder" / "config.json").read_text())
+    assert config["model_type"] == kind.partition(":")[2]
 
 
 def test_the_same_arguments_give_the_same_weights(tmp_path: Path) -> None:

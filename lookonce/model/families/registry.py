@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import transformers
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from lookonce.model.families.base import ModelFamily, TextFamily
@@ -29,7 +31,13 @@ from lookonce.model.families.qwen3_5 import Qwen3_5Family
 from lookonce.model.families.qwen3_vl import Qwen3VLFamily
 from lookonce.model.families.voxtral import VoxtralFamily
 from lookonce.model.families.voxtral_realtime import VoxtralRealtimeFamily
-from lookonce.types.model import check_served, general_modalities, unsupported
+from lookonce.types.model import (
+    GENERAL_MEDIA,
+    SUPPORTED,
+    check_served,
+    general_modalities,
+    unsupported,
+)
 
 FAMILIES: dict[str, type[ModelFamily]] = {
     model_type: family
@@ -65,6 +73,10 @@ def family_for(config: Mapping[str, object]) -> type[ModelFamily]:
     if model_type in FAMILIES:
         return FAMILIES[model_type]
     check_served(config)
+    if model_type not in CONFIG_MAPPING_NAMES:
+        like = (*SUPPORTED, *GENERAL_MEDIA) if general_modalities(config) else None
+        reason = f"transformers {transformers.__version__} knows no such type"
+        raise unsupported(model_type, reason, like=like)
     if general_modalities(config):
         return GeneralMediaFamily
     if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:

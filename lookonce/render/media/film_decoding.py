@@ -43,6 +43,7 @@ NEEDS_PYAV = (
 )
 UNREADABLE = "the data is no readable film (MP4, MOV, WebM, MKV, MPEG-TS, AVI or GIF)"
 BROKEN = "the film is broken or incomplete"
+NO_INDEX = f"{BROKEN}: the MP4 or MOV file has no index (moov), as one that is cut off"
 MAX_TOTAL_FRAMES = 1_000_000
 
 
@@ -246,7 +247,7 @@ def _index_file(data: bytes, limits: FilmLimits) -> FilmIndex:
     try:
         container, stream = _opened(av, data)
     except av.FFmpegError:
-        raise UnprocessableMediaError(UNREADABLE) from None
+        raise UnprocessableMediaError(NO_INDEX if _lacks_index(data) else UNREADABLE) from None
     with container:
         width, height = stream.codec_context.width, stream.codec_context.height
         claimed = float(stream.average_rate or stream.base_rate or 0)
@@ -289,6 +290,20 @@ def _looks_like_film(data: bytes) -> bool:
     ts = data[:1] == b"\x47" and data[188:189] in (b"\x47", b"")
     avi = data[:4] == b"RIFF" and data[8:12] == b"AVI "
     return mov or ts or avi or data[:4] == b"\x1aE\xdf\xa3"
+
+
+def _lacks_index(data: bytes) -> bool:
+    """Whether this is an MP4 or MOV file with frames (mdat) and without their places (moov)."""
+    at, boxes = 0, set()
+    while len(head := data[at : at + 16]) >= 8:
+        boxes.add(head[4:8])
+        size = int.from_bytes(head[:4], "big")
+        if size == 1:
+            size = int.from_bytes(head[8:], "big")
+        if size < 8:  # 0: the box ends with the file
+            break
+        at += size
+    return b"mdat" in boxes and b"moov" not in boxes
 
 
 def _packets(container: Any, stream: Any, most: int) -> list[tuple[int, bool, bytes]]:

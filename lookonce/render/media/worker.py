@@ -46,6 +46,7 @@ from lookonce.cache.slabs import ALIGNMENT, LARGE, map_memory, slab_size
 from lookonce.config import MediaConfig, ModelConfig
 from lookonce.errors import (
     LookOnceError,
+    ModelLoadError,
     ProtocolError,
     UnprocessableMediaError,
     WireError,
@@ -505,7 +506,10 @@ def _address(memory: NDArray[np.uint8]) -> int:
 
 def warm_up(decoders: Decoders) -> None:
     """Process an item of each modality and format, so that decoders and processors are loaded, and
-    memory is allocated, before the first real item comes. Later no file can be opened."""
+    memory is allocated, before the first real item comes. Later no file can be opened.
+
+    Raises `ModelLoadError` where the model's processor cannot process the sample.
+    """
     for name in TEXT_CODECS:
         codecs.lookup(name)
     Image.init()
@@ -513,7 +517,11 @@ def warm_up(decoders: Decoders) -> None:
         with contextlib.suppress(LookOnceError):  # the limits may be below any page
             decoders.pdf.render(PagesJob(sample_pdf()))
     if decoders.processing is not None:
-        _warm_up_processing(decoders.processing, decoders.settings.max_image_pixels)
+        try:
+            _warm_up_processing(decoders.processing, decoders.settings.max_image_pixels)
+        except UnprocessableMediaError as error:  # the sample is sound: the folder is not
+            cause = f": {error.__cause__}" if error.__cause__ else ""
+            raise ModelLoadError(f"of a sample, {error.message}{cause}") from error
 
 
 def _warm_up_processing(processing: Processing, max_image_pixels: int) -> None:
