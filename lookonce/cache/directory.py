@@ -12,7 +12,7 @@ loop's thread uses it.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -170,7 +170,10 @@ class ByteLRU(Generic[V]):
 
 
 KNOWN_EXPANSIONS = 65_536
-"""Expansions remembered beyond their entries (~200 bytes each)."""
+"""Expansions remembered beyond their entries (~200 bytes each, and 120 for each run)."""
+RUNS_OF_AN_EXPANSION = 8
+"""Runs that a remembered expansion may have on average: tiles and rows with tokens between them
+have dozens, and what one item takes must not be up to who sends it."""
 MAX_HINTS = 4_096
 _HITS: frozenset[ProcessorOutcome] = frozenset({"hit", "injected", "shared", "not_needed"})
 
@@ -211,7 +214,9 @@ class Directory:
         self._listed_bytes = counts.count("mm_cache_bytes", gauge=True)
         self._entries: ByteLRU[Listing] = ByteLRU(capacity_bytes)
         self._hints: _Bounded[HintedItem] = _Bounded(max_hints)
-        self._known: _Bounded[Expansion] = _Bounded(max_known)
+        self._known: _Bounded[Expansion] = _Bounded(
+            max_known, RUNS_OF_AN_EXPANSION * max_known, lambda known: len(known.runs)
+        )
 
     # --- what the renderer uses ---------------------------------------------------------------
 
@@ -377,23 +382,38 @@ class Directory:
 
 
 class _Bounded(Generic[V]):
-    """A map of at most `capacity` keys that forgets the one put longest ago."""
+    """A map of at most `capacity` keys that forgets those put longest ago; and of values whose
+    weights are `max_weight` together at most."""
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(
+        self,
+        capacity: int,
+        max_weight: int | None = None,
+        weigh: Callable[[V], int] = lambda _: 1,
+    ) -> None:
         self._capacity = capacity
+        self._max_weight = capacity if max_weight is None else max_weight
+        self._weigh = weigh
+        self._weight = 0
         self._values: OrderedDict[bytes, V] = OrderedDict()
 
     def get(self, key: bytes) -> V | None:
         return self._values.get(key)
 
     def put(self, key: bytes, value: V) -> None:
+        self.pop(key)
         self._values[key] = value
-        self._values.move_to_end(key)
-        if len(self._values) > self._capacity:
-            self._values.popitem(last=False)
+        self._weight += self._weigh(value)
+        while len(self._values) > self._capacity or self._weight > self._max_weight:
+            _, forgotten = self._values.popitem(last=False)
+            self._weight -= self._weigh(forgotten)
 
     def pop(self, key: bytes) -> V | None:
-        return self._values.pop(key, None)
+        value = self._values.pop(key, None)
+        if value is not None:
+            self._weight -= self._weigh(value)
+        return value
 
     def clear(self) -> None:
         self._values.clear()
+        self._weight = 0

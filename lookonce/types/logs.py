@@ -66,9 +66,34 @@ def configure_logging(
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
     logging.getLogger(OWN).setLevel(config.level.upper())
     logging.captureWarnings(True)
+    for name in SPEAK_FOR_THEMSELVES:
+        _let_propagate(logging.getLogger(name))
     logging.raiseExceptions = False  # a line that cannot be written is dropped, not printed
     global _config
     _config = config
+
+
+SPEAK_FOR_THEMSELVES = ("transformers",)
+"""Libraries that give their logger a handler of its own when they are imported, so that their lines
+would have neither our format nor our limits."""
+
+
+class _Propagating(logging.Logger):
+    """A library's logger whose records go to the handlers of the root and to no other."""
+
+    def addHandler(self, hdlr: logging.Handler) -> None:  # noqa: N802  logging's name
+        """Does nothing."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name != "propagate":
+            super().__setattr__(name, value)
+
+
+def _let_propagate(logger: logging.Logger) -> None:
+    """Also if the library is imported later."""
+    logger.handlers.clear()
+    logger.propagate = True
+    logger.__class__ = _Propagating
 
 
 _config = LogConfig()

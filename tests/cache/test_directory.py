@@ -3,6 +3,7 @@
 import pytest
 
 from lookonce.cache.directory import Directory
+from lookonce.types.media import Expansion
 from tests.support.cache_items import expansion, key
 
 
@@ -48,6 +49,18 @@ def test_known_expansions_are_bounded_by_count():
     for number in range(3):
         made.learn(key(number), expansion(number + 1))
     assert [made.known_expansion(key(n)) is not None for n in range(3)] == [False, True, True]
+
+
+def test_known_expansions_are_bounded_by_their_runs():
+    """Those of tiles or rows with tokens between them take more memory."""
+    made = directory(max_known=100)
+    long = Expansion(tuple((token, 1) for token in range(200)), 0)
+    for number in range(10):
+        made.learn(key(number), long)
+    assert [made.known_expansion(key(n)) is not None for n in range(10)] == [False] * 6 + [True] * 4
+    made.learn(key(6), expansion())  # has fewer runs now, and was learned last
+    made.learn(key(10), Expansion(long.runs[:197], 0))
+    assert [made.known_expansion(key(n)) is not None for n in range(6, 11)] == [True] * 5
 
 
 def test_a_hint_answers_a_lookup_and_its_pin_survives_the_listing():

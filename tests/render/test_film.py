@@ -309,6 +309,9 @@ def test_a_rate_that_makes_parts_of_positions_is_refused():
     for rate in (4.0, 0.05):
         with pytest.raises(UnprocessableMediaError, match="choose another fps"):
             times(rate)
+    for asked in (1e-30, 1e-300, 5e-324):  # longer than any number of single precision
+        with pytest.raises(UnprocessableMediaError, match="choose another fps"):
+            times(2.0, fps=asked)
 
 
 # --- names ---------------------------------------------------------------------------------------
@@ -445,6 +448,71 @@ def test_a_gif_is_looked_at_once(folder):
     kept.append(render(renderer, gif_part(long), **ask))
     assert [item.outcome for item in kept[-1].items] == ["hit"] * 3 + ["miss"]
     assert [index for each in jobs for index in each.get("frames", ())] == [6, 7]
+
+
+def test_indexes_of_many_small_films_are_not_all_kept(folder, monkeypatch):
+    """Each takes more memory than the digests of its few frames."""
+    monkeypatch.setattr("lookonce.render.media.film.INDEX_BYTES", 8192)
+    read: list[bytes] = []
+
+    class Counting(PoolInProcess):
+        async def run(self, job):
+            if "index" in job.options:
+                read.append(job.data)
+            return await super().run(job)
+
+    renderer = make_renderer(folder("qwen2_5_vl"), Counting(folder("qwen2_5_vl")))
+    films = [gif([number]) for number in range(40)]
+    for film in (*films, films[-1]):
+        render(renderer, gif_part(film))
+    assert read == films
+    render(renderer, gif_part(films[0]))
+    assert read[-1] == films[0]
+
+
+class Stuck(PoolInProcess):
+    """Decoding begins and never ends by itself."""
+
+    def __init__(self, folder) -> None:
+        super().__init__(folder)
+        self.begun: list[list[int]] = []
+        self.given_up: list[list[int]] = []
+        self.has_begun = asyncio.Event()
+
+    async def run(self, job):
+        if "frames" not in job.options:
+            return await super().run(job)
+        self.begun.append(job.options["frames"])
+        self.has_begun.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            self.given_up.append(job.options["frames"])
+            raise
+
+
+def test_frames_that_nobody_waits_for_are_not_decoded(folder):
+    """A film's client leaves while its first frames are decoded."""
+    pool = Stuck(folder("qwen2_5_vl"))
+    renderer = make_renderer(folder("qwen2_5_vl"), pool)
+    messages = [{"role": "user", "content": [gif_part(gif(range(40)))]}]
+
+    async def scenario():
+        asked = asyncio.create_task(
+            renderer.render_chat(
+                messages, options={"mm_processor_kwargs": {"do_sample_frames": False}}
+            )
+        )
+        await pool.has_begun.wait()
+        asked.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+        for _ in range(20):
+            await asyncio.sleep(0)
+        return list(pool.given_up)  # the loop's end gives up what is left
+
+    assert asyncio.run(asyncio.wait_for(scenario(), 30)) == pool.begun
+    assert len(pool.begun) == 1
 
 
 # --- items ---------------------------------------------------------------------------------------

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
+import subprocess
 import sys
 
 import pytest
 
 from lookonce.errors import BadRequestError
 from lookonce.types.logs import (
+    MAX_LINES,
     JsonFormatter,
     LogLimiter,
     TextFormatter,
@@ -220,6 +222,30 @@ def test_libraries_speak_in_one_short_line():
     for line in both(made):
         assert "Task exception" in line
         assert CANARY not in line
+
+
+TINY_PICTURES = """
+import sys
+from lookonce.types.logs import LogConfig, configure_logging
+
+sys.modules["torch"] = None  # as in media workers; transformers is there sooner
+configure_logging("media worker", LogConfig("json"))  # before it is imported, and after
+import numpy, transformers.image_utils
+configure_logging("media worker", LogConfig("json"))
+for width in range(1, 51):
+    transformers.image_utils.infer_channel_dimension_format(numpy.zeros((3, width, 3)))
+"""
+
+
+def test_transformers_has_our_format_and_our_limits():
+    """It warns of each picture that is three pixels high, by a handler of its own."""
+    done = subprocess.run(
+        [sys.executable, "-c", TINY_PICTURES], capture_output=True, text=True, check=True
+    )
+    lines = [json.loads(line) for line in done.stderr.splitlines()]
+    warned = [line for line in lines if "channel dimension" in line["message"]]
+    assert len(warned) == MAX_LINES
+    assert len(lines) < 2 * MAX_LINES
 
 
 def test_a_wrong_format_string_is_a_line_all_the_same():

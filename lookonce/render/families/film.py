@@ -268,9 +268,11 @@ class QwenFilms:
         """Of each item, of `num_tokens`, as `get_rope_index` computes it, in single precision."""
         if self._rule == "qwen2":
             return list(range(count))
-        seconds = np.float32(self.frames / fps)
-        interval = np.float32(self._tokens_per_second) * seconds
-        if self._rule == "omni" and (interval != round(interval) or interval > num_tokens):
+        with np.errstate(over="ignore"):  # a client may say any rate above 0
+            seconds = np.float32(self.frames / fps)
+            interval = np.float32(self._tokens_per_second) * seconds
+        # Infinity cannot be rounded.
+        if self._rule == "omni" and (interval > num_tokens or interval != round(interval)):
             raise UnprocessableMediaError(
                 f"at {fps:g} frames per second two frames of the film are {interval:g} positions "
                 f"long; this model's films take a whole number up to {num_tokens}: choose another "

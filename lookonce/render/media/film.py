@@ -53,7 +53,9 @@ from lookonce.render.media.single_flight import SingleFlight
 from lookonce.types.logs import current_request_id
 
 INDEX_BYTES = 16 << 20
-"""Bytes of the digests of films that are kept."""
+"""Bytes of the indexes of films that are kept."""
+INDEX_ENTRY, INDEX_START = 400, 40
+"""Bytes of an index and its key beside the digests, and of each of its `starts`, in Python."""
 FRAMES_AT_ONCE = 16
 """Frames of a file that one job decodes."""
 FILM_RECORD = struct.Struct("<IdII?11x")
@@ -338,10 +340,10 @@ class Films:
         made = await self._work.run_job(job)
         index = _read_index(made)
         self._indexes[hashed] = index
-        self._index_bytes += len(index.digests)
+        self._index_bytes += _index_bytes(index)
         while self._index_bytes > INDEX_BYTES and len(self._indexes) > 1:
             _, dropped = self._indexes.popitem(last=False)
-            self._index_bytes -= len(dropped.digests)
+            self._index_bytes -= _index_bytes(dropped)
         return index
 
 
@@ -386,16 +388,32 @@ class _FilmFile:
         self._tenant = tenant
         self._max_cpu = max_cpu
         self._wanted: dict[tuple[int, ...], asyncio.Future[Encoded]] = {}
+        self._num_waiting = 0
         self._task: asyncio.Task[None] | None = None
 
     async def load(self, frames: tuple[int, ...]) -> Encoded:
-        """The frames of an item, packed. Raises a `RequestError` that names no part."""
+        """The frames of an item, packed. Raises a `RequestError` that names no part.
+
+        When the last caller is cancelled, so is the decoding.
+        """
         future = self._wanted.get(frames)
         if future is None:
             future = self._wanted[frames] = asyncio.get_running_loop().create_future()
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._decode_wanted())
-        return await asyncio.shield(future)
+        self._num_waiting += 1
+        try:
+            return await asyncio.shield(future)
+        finally:
+            self._num_waiting -= 1
+            if self._num_waiting == 0:
+                self._give_up()
+
+    def _give_up(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            self._task = None  # a later caller must not wait for what is being cancelled
+        self._wanted.clear()
 
     async def _decode_wanted(self) -> None:
         while self._wanted:
@@ -461,6 +479,10 @@ def _read_index(made: Processed) -> FilmIndex:
     if not index.num_frames or len(index.digests) % 32:
         raise UnprocessableMediaError("the film cannot be read")
     return index
+
+
+def _index_bytes(index: FilmIndex) -> int:
+    return INDEX_ENTRY + len(index.digests) + INDEX_START * len(index.starts)
 
 
 LISTED = b"listed"

@@ -101,7 +101,7 @@ def check_film(count: int, fps: float, width: int, height: int, limits: FilmLimi
         )
     if count / fps > limits.max_seconds:
         raise TooLargeError(
-            f"the film is {count / fps:.0f} seconds long; at most {limits.max_seconds:g} are "
+            f"the film is {count / fps:.6g} seconds long; at most {limits.max_seconds:g} are "
             "allowed"
         )
 
