@@ -36,6 +36,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from typing import Any, NamedTuple
 
 import msgspec
@@ -837,24 +838,27 @@ def extend_chain(
     parent, known = chain[-1] if chain else root, len(chain)
     if num_blocks <= known:
         return
-    raw = tokens.raw(known * block_size, num_blocks * block_size)
+    begin, end = known * block_size, num_blocks * block_size
+    raw = tokens.raw(begin, end)
     nbytes = len(raw) // (num_blocks - known)
-    items = features.window(features.overlapping(known * block_size, num_blocks * block_size))
-    for block in range(num_blocks - known):
+    items = features.overlapping(begin, end)
+    # A picture of hundreds of tokens is not looked up for each block.
+    only = features.window(items)[0] if len(items) == 1 else None
+    describe = partial(_describe_all, features) if only is None else partial(_describe_one, only)
+    for block, start in enumerate(range(begin, end, block_size)):
         hashed = parent + raw[block * nbytes : (block + 1) * nbytes]
-        if len(items) == 1:  # a picture of hundreds of tokens: it is not looked up for each block
-            (item,) = items
-            start = (known + block) * block_size
-            if item.offset < start + block_size and start < item.offset + item.length:
-                hashed += _describe(item, start, start + block_size)
-        elif items:
-            start = (known + block) * block_size
-            hashed += _describe_all(features, start, start + block_size)
+        if items:
+            hashed += describe(start, start + block_size)
         if frames is not None:
-            start = (known + block) * block_size
             hashed += _FRAMES + frames.between(start, start + block_size)
         parent = blake3(hashed).digest()
         chain.append(parent)
+
+
+def _describe_one(item: MediaFeature, start: int, end: int) -> bytes:
+    """Of an item that may lie beside the block."""
+    overlaps = item.offset < end and start < item.offset + item.length
+    return _describe(item, start, end) if overlaps else b""
 
 
 def run_key(

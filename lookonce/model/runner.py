@@ -520,8 +520,8 @@ class ThreadCounts:
 
 
 def _weight_bytes(family: ModelFamily) -> int:
-    """Of the decoder and the output head."""
-    modules = [family.decoder, family.lm_head]
+    """Of the decoder and the output head; a model that only encodes has neither."""
+    modules = [getattr(family, name, None) for name in ("decoder", "lm_head")]
     weights = {weight for module in modules if module is not None for weight in module.parameters()}
     return sum(weight.nbytes for weight in weights)
 

@@ -30,7 +30,9 @@ def test_rendered_items_are_encoded_as_hugging_faces(folder, kind, modality):
     theirs = next(iter(CaseMaker(folder(kind), family.config).case(medium).items.values()))
     ours = processing.process(modality, medium, processing.item_options(modality, {}))
     encoded = [
-        family.encode(modality, [item_tensors(item, dtype=torch.float32, device="cpu")])[0]
+        family.encode(
+            modality, [item_tensors(item, dtype=torch.float32, device=torch.device("cpu"))]
+        )[0]
         for item in (ours, theirs)
     ]
     assert ours.expansion.num_embeds == len(encoded[0])

@@ -184,15 +184,15 @@ def test_a_state_that_stays_after_its_sequence_is_found(subject, monkeypatch):
 
 def test_a_step_that_failed_is_computed_again(subject, monkeypatch):
     """What a failed step has done to states is not kept: each sequence is computed again alone."""
-    sample, calls = Sampler.sample, []
+    begin, calls = Sampler.begin, []
 
     def fails_once(sampler, logits, seq_ids, *given):
         calls.append(len(seq_ids))
         if len(seq_ids) > 1 and calls.count(len(seq_ids)) == 1:
             raise RuntimeError("after all layers have run")
-        return sample(sampler, logits, seq_ids, *given)
+        return begin(sampler, logits, seq_ids, *given)
 
-    monkeypatch.setattr(Sampler, "sample", fails_once)
+    monkeypatch.setattr(Sampler, "begin", fails_once)
     served = serve(subject.loaded, subject.cases, budget=64)
     assert max(calls) > 1
     for answer, expected in zip(served.answers, subject.expected, strict=True):
