@@ -51,7 +51,8 @@ class ListenerOwner:
             self._door.close()
             raise
         self._door.listen()
-        threading.Thread(target=self._run, name="listener-owner", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="listener-owner", daemon=True)
+        self._thread.start()
 
     @property
     def port(self) -> int:
@@ -71,6 +72,7 @@ class ListenerOwner:
         """No copies are handed out from now on; those that were live on."""
         with contextlib.suppress(OSError):
             self._door.shutdown(socket.SHUT_RDWR)
+        self._thread.join(HAND_OVER_SECONDS)  # the address is taken for as long as it accepts
         self._door.close()
         self._listener.close()
 
@@ -86,9 +88,11 @@ def shared_listener(host: str, port: int) -> tuple[socket.socket, ListenerOwner 
             for descriptor in descriptors:
                 return socket.socket(fileno=descriptor), None
     listener = listening(host, port)
+    copy = listener.dup()
     try:
-        return listener, ListenerOwner(listener.dup())
+        return listener, ListenerOwner(copy)
     except OSError:  # another process has become the owner meanwhile, of a socket with this port
+        copy.close()
         return listener, None
 
 

@@ -10,7 +10,7 @@ import pytest
 from benchmarks.cpu import LOADING, OwnMemory, _in_another_process, measure
 from tests.support.model.quantized import packed_folder
 
-SLACK = 8 << 20
+SLACK = 16 << 20
 """Bytes that a process needs beside weights: threads' stacks, buffers of libraries."""
 needs_proc = pytest.mark.skipif(
     not Path("/proc/self/status").exists(), reason="Linux tells a process's memory"
