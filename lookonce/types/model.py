@@ -470,11 +470,9 @@ def placeholder_token(config: Mapping[str, object], modality: Modality) -> int:
 def _named_token(config: Mapping[str, object], modality: Modality) -> int | None:
     """The token that a config names, or else the config of its encoder."""
     encoder = config.get(ENCODER_CONFIGS[modality]) if modality in ENCODER_CONFIGS else None
-    for part in (config, encoder):
-        for name in MEDIA_TOKENS[modality] if isinstance(part, Mapping) else ():
-            if type(value := part.get(name)) is int:
-                return value
-    return None
+    parts = [part for part in (config, encoder) if isinstance(part, Mapping)]
+    found = (part.get(name) for part in parts for name in MEDIA_TOKENS[modality])
+    return next((value for value in found if type(value) is int), None)
 
 
 def num_axes(text_config: Mapping[str, object]) -> int:

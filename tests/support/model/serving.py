@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -192,22 +193,30 @@ def expected_answers(folder: Path, info: ModelInfo, cases: list[Case]) -> list[A
     models: dict[str, Any] = {}
     answers = []
     for case in cases:
-        name = adapter_of(info.model_type, case)
+        name = adapter_of(folder, info.model_type, case)
         if name not in models:
             models[name] = reference_model(folder, info)
             if name:
-                models[name] = PeftModel.from_pretrained(models[name], folder / name).eval()
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore", FutureWarning)  # PEFT of transformers
+                    models[name] = PeftModel.from_pretrained(models[name], folder / name).eval()
         answers += answers_of(models[name], [case])
     return answers
 
 
-def adapter_of(model_type: str, case: Case) -> str:
-    """The folder of the adapter that a prompt wants; empty: none. Told type by type here, and not
-    by what is tested."""
-    modalities = modalities_of(case)
-    if model_type != "phi4_multimodal" or not modalities:
-        return ""
-    return "vision-lora" if "image" in modalities else "speech-lora"
+OWN_ADAPTERS: dict[str, dict[Modality, str]] = {
+    "phi4_multimodal": {"image": "vision-lora", "audio": "speech-lora"},
+    "qwen2_audio": {"audio": "ears"},  # of test_media_adapters.py
+}
+"""Type → media → the folder of the adapter for prompts with them. Told here anew, and not by what
+is tested."""
+
+
+def adapter_of(folder: Path, model_type: str, case: Case) -> str:
+    """The name of the folder of the adapter that a prompt wants; empty: none."""
+    named = OWN_ADAPTERS.get(model_type, {})
+    wanted = [name for modality, name in named.items() if modality in modalities_of(case)]
+    return wanted[0] if wanted and (folder / wanted[0]).is_dir() else ""
 
 
 def modalities_of(case: Case) -> set[Modality]:

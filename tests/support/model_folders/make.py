@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -141,7 +142,8 @@ def write_adapter(config: Any, target: Path, settings: Json, *, seed: int) -> No
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForMultimodalLM
 
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # PEFT uses what transformers will remove
         model = get_peft_model(AutoModelForMultimodalLM.from_config(config), LoraConfig(**settings))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
