@@ -20,6 +20,7 @@ from tests.support.model.serving import (
     assert_parity,
     blocks_for_preemption,
     compare,
+    load_general,
     make_general_subject,
     make_subject,
     missing_library,
@@ -136,6 +137,20 @@ def test_a_whole_engine_chooses_by_what_a_request_shows(folder, tmp_path):
     for each in (path, bare):
         with LLM(str(each), kv_cache_gb=0.05) as llm:
             assert llm.loras == []
+            if each == path:
+                with (
+                    pytest.raises(BadRequestError, match="no live sessions"),
+                    llm.session(read, GREEDY) as session,
+                ):
+                    session.answer()
             answers.append([llm.chat(chat, GREEDY)[0].text for chat in (look, read)])
     assert answers[0][0] != answers[1][0]
     assert answers[0][1] == answers[1][1]
+
+
+@phi4
+@pytest.mark.parametrize("rule", ["ONE_SOUND_IN_A_PROMPT", "SOUNDS_BESIDE_PICTURES"])
+def test_without_a_rule_about_its_sounds_it_is_refused(folder, monkeypatch, rule):
+    monkeypatch.setattr(f"lookonce.render.families.general.{rule}", ())
+    with pytest.raises(ModelLoadError, match="logits differ"):
+        load_general(folder("media:phi4_multimodal"))

@@ -401,11 +401,7 @@ class InputThread:
             if isinstance(message, OpenSession):
                 self._sessions.check_room(message.request.tenant)
                 _require_all_items(held)
-                if self._adapters is not None and self._adapters.chosen_by_media:
-                    raise BadRequestError(
-                        "this model has no live sessions: it is adapted to the media of a prompt, "
-                        "all of which must be known when it begins"
-                    )
+                self._check_session_adapter(message.request)
             return self._preprocess(self._with_adapter(message.request), held.items), held
         except LookOnceError as error:
             self._receiver_cache.release(request_id)
@@ -612,6 +608,15 @@ class InputThread:
         if identity == request.adapter:
             return request
         return msgspec.structs.replace(request, adapter=identity)
+
+    def _check_session_adapter(self, request: GenerateRequest) -> None:
+        """Raises `BadRequestError` for a session whose adapter its later media would choose."""
+        chosen_by_media = self._adapters is not None and self._adapters.chosen_by_media
+        if chosen_by_media and not request.lora_name:
+            raise BadRequestError(
+                "this model has no live sessions: it is adapted to the media of a prompt, all of "
+                "which must be known when it begins"
+            )
 
     def _release_adapter(self, request_id: str) -> None:
         if self._adapters is not None:
