@@ -37,8 +37,8 @@ from lookonce.model.pooling import Head, SparseHead, make_head, make_sparse_head
 from lookonce.model.proof import prove, prove_media
 from lookonce.model.quantized_weights import PackedWeights, unpacked_methods
 from lookonce.model.state import StatePool
-from lookonce.types.media import MediaExample
-from lookonce.types.model import SUPPORTED, ModelInfo, takes_media
+from lookonce.types.media import MediaExample, Modality
+from lookonce.types.model import MEDIA_ADAPTERS, SUPPORTED, ModelInfo, takes_media
 from lookonce.types.pooling import PoolingFiles, read_pooling
 
 Progress = Callable[[int, int], None]
@@ -153,13 +153,26 @@ def _refuse_adapters(folder: str, raw_config: Json) -> None:
     them its answers about media would be others."""
     if not takes_media(raw_config):
         return
-    found = [path.parent.name for path in Path(folder).glob(f"*/{ADAPTER}")]
+    served = media_adapters(folder, str(raw_config.get("model_type"))).values()
+    found = [
+        path.parent.name
+        for path in Path(folder).glob(f"*/{ADAPTER}")
+        if str(path.parent) not in served
+    ]
     if found or raw_config.get("has_lora_adapter") or (Path(folder) / ADAPTER).is_file():
         where = f" in {', '.join(sorted(found))}" if found else ""
         raise ModelLoadError(
             f"the model has LoRA adapters for its media{where}, which are not served; merge them "
             "into its weights"
         )
+
+
+def media_adapters(folder: str, model_type: str) -> dict[Modality, str]:
+    """The folders of the LoRA adapters that are published beside this model's weights, by the media
+    that they are for, in the order of `MEDIA_ADAPTERS`."""
+    named = MEDIA_ADAPTERS.get(model_type, {})
+    folders = {modality: Path(folder) / name for modality, name in named.items()}
+    return {each: str(path) for each, path in folders.items() if (path / ADAPTER).is_file()}
 
 
 ADAPTER = "adapter_config.json"

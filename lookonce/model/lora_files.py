@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -344,10 +345,12 @@ class AdapterStore:
         self._loaded = runner.loaded
         self._like = like
 
-    def load(self, path: str) -> ReadAdapter:
-        """Read the adapter in a folder. Raises `BadRequestError`."""
+    def load(self, path: str, *, any_rank: bool = False) -> ReadAdapter:
+        """Read the adapter in a folder, also one above the largest rank if it may have `any_rank`.
+        Raises `BadRequestError`."""
+        rank = sys.maxsize if any_rank else self._max_rank
         adapter = read_adapter(
-            Path(path), self._family, self._runner.layers, max_rank=self._max_rank, like=self._like
+            Path(path), self._family, self._runner.layers, max_rank=rank, like=self._like
         )
         self._loaded = self._loaded.with_adapter(adapter)
         return ReadAdapter(adapter.identity, adapter.rank, self._install())

@@ -148,6 +148,8 @@ class Renderer:
         if family is not None and family.max_items is not None:
             most = family.max_items
             self._limits = {name: min(limit, most) for name, limit in self._limits.items()}
+        for name, most in ({} if family is None else family.max_of).items():
+            self._limits[name] = min(self._limits.get(name, most), most)
         self.token_cache = TokenCache() if token_cache is None else token_cache
 
     # --- prompts ------------------------------------------------------------------------------

@@ -269,6 +269,7 @@ GENERAL_MEDIA: dict[str, tuple[Modality, ...]] = {
     "paddleocr_vl": ("image",),
     "paligemma": ("image",),
     "perception_lm": ("image",),
+    "phi4_multimodal": ("image", "audio"),
     "qianfan_ocr": ("image",),
     "qwen3_asr": ("audio",),
     "step3p7": ("image",),
@@ -299,6 +300,11 @@ ONE_IN_A_PROMPT: tuple[str, ...] = (
 )
 """Types of `GENERAL_MEDIA` whose processor takes one item in a prompt, or treats several otherwise
 than each alone: they are served with one."""
+
+ONE_SOUND_IN_A_PROMPT: tuple[str, ...] = ("phi4_multimodal",)
+"""The same for sounds alone."""
+SOUNDS_BESIDE_PICTURES: tuple[str, ...] = ("phi4_multimodal",)
+"""Types that encode a sound otherwise where its prompt has pictures."""
 
 UNSERVABLE: dict[str, tuple[str, ...]] = {
     "its decoder cannot be run": (
@@ -367,9 +373,6 @@ before anything is loaded. `make test-models` compares this with what loading fi
 
 UNSERVABLE_MEDIA: dict[str, tuple[str, ...]] = {
     "it adds random noise to sounds: no two answers would agree": ("vibevoice_asr",),
-    "it applies one LoRA adapter to prompts with pictures, another to those with sounds": (
-        "phi4_multimodal",
-    ),
     "its pictures' tokens have positions that no grid describes": ("minicpmv4_7",),
     "it is an encoder-decoder": (
         "florence2",
@@ -417,6 +420,13 @@ MEDIA_PARTS: dict[Modality, re.Pattern[str]] = {
     "image": re.compile(r"vision|visual|vit|vq|image"),
     "audio": re.compile(r"audio|speech|sound|acoustic|encoder"),
 }
+ENCODER_CONFIGS: dict[Modality, str] = {"image": "vision_config", "audio": "audio_config"}
+"""Modality → the part of a config that may name its token, where the config itself does not."""
+MEDIA_ADAPTERS: dict[str, dict[Modality, str]] = {
+    "phi4_multimodal": {"image": "vision-lora", "audio": "speech-lora"},
+}
+"""Type → the media for which it is published with LoRA adapters, and the folders of these beneath
+its own. A prompt with several media is computed with the adapter of the first one named here."""
 FILMS_AS_PICTURES: tuple[str, ...] = ("internvl",)
 """Types of `GENERAL_MEDIA` that take a film as one picture for each frame, with text between, whose
 rows stand at the token of pictures."""
@@ -429,8 +439,8 @@ def general_modalities(config: Mapping[str, object]) -> tuple[Modality, ...]:
     ]
     found: tuple[Modality, ...] = tuple(
         modality
-        for modality, names in MEDIA_TOKENS.items()
-        if any(type(config.get(name)) is int for name in names)
+        for modality in MEDIA_TOKENS
+        if _named_token(config, modality) is not None
         and any(MEDIA_PARTS[modality].search(part) for part in parts)
     )
     return (*found, "video") if config.get("model_type") in FILMS_AS_PICTURES else found
@@ -446,11 +456,23 @@ def media_token(config: Mapping[str, object], modality: Modality) -> int:
     attends_with_them = "low_res_image_start_token_id" in config
     if config.get("visual_indicator_token_ids") or own_vocabulary or attends_with_them:
         return EVERY_TOKEN
-    names = MEDIA_TOKENS["image" if modality == "video" else modality]
-    for name in names:
-        if type(value := config.get(name)) is int:
-            return value
-    raise KeyError(names[0])
+    return placeholder_token(config, "image" if modality == "video" else modality)
+
+
+def placeholder_token(config: Mapping[str, object], modality: Modality) -> int:
+    """The id of the token of a modality that a config names. Raises `KeyError` without any."""
+    token = _named_token(config, modality)
+    if token is None:
+        raise KeyError(MEDIA_TOKENS[modality][0])
+    return token
+
+
+def _named_token(config: Mapping[str, object], modality: Modality) -> int | None:
+    """The token that a config names, or else the config of its encoder."""
+    encoder = config.get(ENCODER_CONFIGS[modality]) if modality in ENCODER_CONFIGS else None
+    parts = [part for part in (config, encoder) if isinstance(part, Mapping)]
+    found = (part.get(name) for part in parts for name in MEDIA_TOKENS[modality])
+    return next((value for value in found if type(value) is int), None)
 
 
 def num_axes(text_config: Mapping[str, object]) -> int:

@@ -46,9 +46,9 @@ class FakeStore:
 class World:
     """The adapters of one engine, whose jobs are done at once when they are waited for."""
 
-    def __init__(self, max_loras: int = 3) -> None:
-        self.store = FakeStore()
-        self.adapters = EngineAdapters(self.store, max_loras=max_loras)
+    def __init__(self, max_loras: int = 3, store: FakeStore | None = None, **options) -> None:
+        self.store = store or FakeStore()
+        self.adapters = EngineAdapters(self.store, max_loras=max_loras, **options)
         self._woken = threading.Event()
         self.adapters.wake = self._woken.set
 
@@ -126,6 +126,22 @@ def test_their_number_is_limited_and_a_name_is_loaded_once_at_a_time():
     world.load("c", "three")
     world.settle()
     assert [info.name for info in world.adapters.listed] == ["b", "c"]
+
+
+def test_the_models_own_adapters_follow_the_media_and_stay():
+    """They have no names, and an adapter of equal contents that is unloaded does not take them."""
+    store = FakeStore()
+    own = {"image": store.load("sees").identity, "audio": store.load("hears").identity}
+    world = World(store=store, for_media=own)
+    assert world.adapters.own({"audio", "image"}) == own["image"]
+    assert world.adapters.own({"audio"}) == own["audio"]
+    assert world.adapters.own(set()) is None
+    assert world.adapters.listed == ()
+    world.load("a", "hears")
+    world.settle()
+    world.adapters.unload("a")
+    world.settle()
+    assert store.held == {b"sees", b"hears"}
 
 
 def test_an_answer_waits_for_every_sender_that_is_still_there():

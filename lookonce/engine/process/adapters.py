@@ -14,8 +14,9 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 from lookonce.errors import (
@@ -26,6 +27,7 @@ from lookonce.errors import (
     RequestFailedError,
 )
 from lookonce.types.lora import Install, LoRAIdentity, LoRAInfo, ReadAdapter
+from lookonce.types.media import Modality
 
 logger = logging.getLogger(__name__)
 
@@ -66,14 +68,23 @@ class EngineAdapters:
     own, one job at a time, whose result is taken before the next one begins."""
 
     def __init__(
-        self, store: AdapterStore, *, max_loras: int, loaded: tuple[LoRAInfo, ...] = ()
+        self,
+        store: AdapterStore,
+        *,
+        max_loras: int,
+        loaded: tuple[LoRAInfo, ...] = (),
+        for_media: Mapping[Modality, LoRAIdentity] = MappingProxyType({}),
     ) -> None:
-        """`loaded`: what was loaded when the engine started."""
+        """`loaded`: what was loaded when the engine started. `for_media`: the model's own adapters,
+        which have no names, by the media that they are for; the first one that a prompt has media
+        for is its own."""
         self._store = store
         self._max_loras = max_loras
         self._by_name = {info.name: info for info in loaded}
         self._uses: Counter[bytes] = Counter(info.identity.digest for info in loaded)
-        """Digest → names and requests that use it."""
+        """Digest → names and requests that use it, and media, which always do."""
+        self._uses.update(identity.digest for identity in for_media.values())
+        self._for_media = for_media
         self._of_request: dict[str, bytes] = {}
         self._waiting: deque[Load | bytes] = deque()
         """Adapters to read, and digests of such to drop."""
@@ -139,6 +150,14 @@ class EngineAdapters:
         self._of_request[request_id] = info.identity.digest
         self._uses[info.identity.digest] += 1
         return info.identity
+
+    def own(self, modalities: Collection[Modality]) -> LoRAIdentity | None:
+        """The model's own adapter for a prompt with these media, whose request names none."""
+        return next((self._for_media[each] for each in self._for_media if each in modalities), None)
+
+    @property
+    def chosen_by_media(self) -> bool:
+        return bool(self._for_media)
 
     def release(self, request_id: str) -> None:
         """Other requests have none, and may be given."""

@@ -401,6 +401,7 @@ class InputThread:
             if isinstance(message, OpenSession):
                 self._sessions.check_room(message.request.tenant)
                 _require_all_items(held)
+                self._check_session_adapter(message.request)
             return self._preprocess(self._with_adapter(message.request), held.items), held
         except LookOnceError as error:
             self._receiver_cache.release(request_id)
@@ -594,16 +595,28 @@ class InputThread:
     # --- adapters -----------------------------------------------------------------------------
 
     def _with_adapter(self, request: GenerateRequest) -> GenerateRequest:
-        """The request with the contents of the adapter that it asks for, which stay for it. Raises
+        """The request with the contents of the adapter that it asks for, which stay for it, or of
+        the model's own adapter for its media, where it asks for none. Raises
         `ModelNotFoundError`."""
         identity = None
         if request.lora_name:
             if self._adapters is None:
                 raise ModelNotFoundError("this engine serves no adapters", param="model")
             identity = self._adapters.acquire(request.request_id, request.lora_name)
+        elif self._adapters is not None:
+            identity = self._adapters.own({feature.modality for feature in request.features})
         if identity == request.adapter:
             return request
         return msgspec.structs.replace(request, adapter=identity)
+
+    def _check_session_adapter(self, request: GenerateRequest) -> None:
+        """Raises `BadRequestError` for a session whose adapter its later media would choose."""
+        chosen_by_media = self._adapters is not None and self._adapters.chosen_by_media
+        if chosen_by_media and not request.lora_name:
+            raise BadRequestError(
+                "this model has no live sessions: it is adapted to the media of a prompt, all of "
+                "which must be known when it begins"
+            )
 
     def _release_adapter(self, request_id: str) -> None:
         if self._adapters is not None:

@@ -7,10 +7,11 @@ import dataclasses
 import gc
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 
 import msgspec
 import torch
@@ -28,11 +29,13 @@ from lookonce.engine.process_io import EngineSettings
 from lookonce.errors import BadRequestError, ConfigError, ModelLoadError
 from lookonce.model.attention.backend import AttentionBackend
 from lookonce.model.attention.select import resolve_block_size, select_backend
-from lookonce.model.loader import LoadedModel, load_model
+from lookonce.model.loader import LoadedModel, load_model, media_adapters
 from lookonce.model.lora_files import AdapterStore, why_no_adapters
 from lookonce.model.runner import Runner, ThreadCounts
 from lookonce.render.families.registry import media_examples
 from lookonce.types.lora import LoRAInfo
+from lookonce.types.media import Modality
+from lookonce.types.model import MEDIA_ADAPTERS
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +80,8 @@ def load_engine(
         num_blocks,
         block_size,
     )
-    adapters = load_adapters(loaded, runner, settings.lora)
+    own = _media_adapters(loaded, settings)
+    adapters = load_adapters(loaded, runner, settings.lora, own)
     info = loaded.info
     grammars = GrammarCompiler(settings.model.folder, info.vocab_size, info.eos_token_ids)
     warm_up_engine, _ = assemble(loaded.info, runner, settings, scratch)
@@ -133,18 +137,24 @@ def make_runner(
         max_num_seqs=settings.scheduler.max_num_seqs,
         max_num_batched_tokens=settings.scheduler.max_num_batched_tokens,
         threads=threads,
-        adapters=settings.lora is not None,
+        adapters=settings.lora is not None or bool(_media_adapters(loaded, settings)),
         num_snapshots=settings.kv.num_snapshots(loaded.info.state_bytes),
     )
 
 
 def load_adapters(
-    loaded: LoadedModel, runner: Runner, lora: LoRAConfig | None
+    loaded: LoadedModel,
+    runner: Runner,
+    lora: LoRAConfig | None,
+    own: Mapping[Modality, str] = MappingProxyType({}),
 ) -> EngineAdapters | None:
-    """The adapters that are loaded at start. Raises `ConfigError` for a model without support for
-    adapters, and `ModelLoadError` for an adapter that cannot be served."""
-    if lora is None:
+    """The adapters that are loaded at start; `own` are the folders of those that the model has for
+    its media. Raises `ConfigError` for a model without support for adapters, and `ModelLoadError`
+    for an adapter that cannot be served."""
+    _warn_of_missing(loaded.info.model_type, own)
+    if lora is None and not own:
         return None
+    lora = lora or LoRAConfig(max_loras=0)
     reason = why_no_adapters(loaded.family)
     if loaded.info.pooling is not None:
         reason = "adapters are not served for models that give embeddings or scores"
@@ -160,7 +170,30 @@ def load_adapters(
             raise ModelLoadError(f"--lora {name}: {error.message}") from error
         install()
         infos.append(LoRAInfo(name, identity, rank, path))
-    return EngineAdapters(store, max_loras=lora.max_loras, loaded=tuple(infos))
+    for_media = {}
+    for modality, path in own.items():
+        try:
+            for_media[modality], _, install = store.load(path, any_rank=True)
+        except BadRequestError as error:
+            raise ModelLoadError(f"{path}: {error.message}") from error
+        install()
+    return EngineAdapters(store, max_loras=lora.max_loras, loaded=tuple(infos), for_media=for_media)
+
+
+def _media_adapters(loaded: LoadedModel, settings: EngineSettings) -> dict[Modality, str]:
+    return media_adapters(settings.model.folder, loaded.info.model_type)
+
+
+def _warn_of_missing(model_type: str, own: Mapping[Modality, str]) -> None:
+    """A folder without them may have weights into which one was merged."""
+    for modality, folder in MEDIA_ADAPTERS.get(model_type, {}).items():
+        if modality not in own:
+            logger.warning(
+                "the model's folder has no %s: prompts with %s are computed without it, which is "
+                "right only if it was merged into the weights",
+                folder,
+                modality,
+            )
 
 
 def _num_blocks(loaded: LoadedModel, kv: KVConfig, block_size: int) -> int:

@@ -37,7 +37,9 @@ def set_text_attention(model: Any, name: str) -> None:
     text = model.config.get_text_config(decoder=True)
     parts = {part: getattr(model.config, part, None) for part in model.config.sub_configs}
     named = next((part for part, config in parts.items() if config is text), None)
-    if named is None and model.config.is_encoder_decoder:
+    if text is model.config and any(parts.values()):
+        model.set_attn_implementation({"": name})
+    elif named is None and model.config.is_encoder_decoder:
         # `get_text_config` has made a copy. An encoder with its own config keeps its attention; one
         # that shares the decoder's gets plain SDPA, since it runs outside of steps.
         model.set_attn_implementation({"": name})

@@ -359,11 +359,16 @@ class GeneralMediaFamily(GeneralTextFamily):
         given: dict[str, Any] = {}
 
         def stop(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            given.update(kwargs)
+            if kwargs.get("inputs_embeds") is None and module is self.decoder:
+                return  # it makes them itself; its first layer gets them
+            given.update({"inputs_embeds": args[0]} if args else {}, **kwargs)
             raise _DecoderReachedError
 
         ids = item["input_ids"]
-        hook = self.decoder.register_forward_pre_hook(stop, with_kwargs=True)
+        hooks = [
+            module.register_forward_pre_hook(stop, with_kwargs=True)
+            for module in (self.decoder, *getattr(self.decoder, "layers", ())[:1])
+        ]
         if hasattr(self.model.base_model, "rope_deltas"):
             self.model.base_model.rope_deltas = None  # of the item before
         try:
@@ -371,7 +376,8 @@ class GeneralMediaFamily(GeneralTextFamily):
         except _DecoderReachedError:
             pass
         finally:
-            hook.remove()
+            for hook in hooks:
+                hook.remove()
         if given.get("inputs_embeds") is None:
             raise ValueError("its decoder gets no embeddings")
         token = self._media_token(modality)

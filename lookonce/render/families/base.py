@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import wave
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import astuple, dataclass
 from importlib.metadata import version
 from typing import ClassVar
@@ -89,6 +89,8 @@ class ProcessorFamily(ABC):
     """Whether items have no place in a prompt (`families.speech`)."""
     max_items: int | None = None
     """Most items of one modality in a prompt; None: no limit of its own."""
+    max_of: Mapping[Modality, int] = {}
+    """The same for some modalities."""
     whole_prompt: tuple[int, ...] | None = None
     """Token ids of every prompt, where a model takes one sound and no text. Rows of the sound are
     added to these tokens and to those that are generated, from position 0 on."""
@@ -183,6 +185,10 @@ class ProcessorFamily(ABC):
         the folder's limits but not widen them, or a 1x1 picture could become gigabytes. Raises
         `BadRequestError`.
         """
+        return {}
+
+    def options_beside(self, modality: Modality, modalities: Collection[Modality]) -> Options:
+        """More options of an item in a prompt that has media of all these modalities."""
         return {}
 
     def check_options(self, kwargs: Mapping[str, object]) -> None:

@@ -7,7 +7,7 @@ beside token ids is the item's arrays. Nothing is known of an item before it is 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -27,7 +27,6 @@ from lookonce.render.families.base import (
     Options,
     ProcessorFamily,
     PromptAdditions,
-    token_id,
 )
 from lookonce.render.families.film import OPTION_NAMES as FILM_OPTIONS
 from lookonce.render.families.film import (
@@ -51,11 +50,13 @@ from lookonce.types.media import (
     ProcessedItem,
 )
 from lookonce.types.model import (
-    MEDIA_TOKENS,
     ONE_IN_A_PROMPT,
+    ONE_SOUND_IN_A_PROMPT,
+    SOUNDS_BESIDE_PICTURES,
     general_modalities,
     has_axes,
     media_token,
+    placeholder_token,
 )
 
 TRAINING_LABELS = "labels"
@@ -75,6 +76,11 @@ FILM_PLACEHOLDER = "<video>"
 NEWLINE = "\n"
 PICTURE_OF_FILM: dict[str, object] = {"crop_to_patches": False}
 """Options of the picture processor for a frame."""
+BESIDE_PICTURES: dict[str, object] = {"beside": "image"}
+"""Options of a sound in a prompt with pictures, of `SOUNDS_BESIDE_PICTURES`."""
+PICTURE_ARGUMENT = "image_pixel_values"
+"""What the forward of these types is given for pictures; it looks whether there are any by this
+alone."""
 NO_OPTIONS: dict[str, object] = {}
 PLACEHOLDERS: dict[str, dict[Modality, str]] = {
     "gemma3": {"image": "<start_of_image>"},
@@ -124,9 +130,11 @@ class GeneralProcessing(ProcessorFamily):
         super().__init__(files, dtype)
         self.modalities = general_modalities(files.config)
         self.max_items = 1 if files.config.get("model_type") in ONE_IN_A_PROMPT else None
+        if files.config.get("model_type") in ONE_SOUND_IN_A_PROMPT:
+            self.max_of = {"audio": 1}
         self._tokenizer = ProcessorTokenizer(files)
         self._tokens = {
-            modality: token_id(files.config, *MEDIA_TOKENS[_encoded_as(modality)])
+            modality: placeholder_token(files.config, _encoded_as(modality))
             for modality in self.modalities
         }
         self._placeholders = {
@@ -170,6 +178,10 @@ class GeneralProcessing(ProcessorFamily):
 
     def item_options(self, modality: Modality, kwargs: Mapping[str, object]) -> Options:
         return film_options(kwargs) if modality == "video" else {}
+
+    def options_beside(self, modality: Modality, modalities: Collection[Modality]) -> Options:
+        listed = self.files.config.get("model_type") in SOUNDS_BESIDE_PICTURES
+        return BESIDE_PICTURES if listed and modality == "audio" and "image" in modalities else {}
 
     def film_layout(self, info: FilmInfo, options: Options, most_frames: int) -> FilmLayout:
         """A picture for each frame, without tiles; text between them says which it is."""
@@ -219,10 +231,10 @@ class GeneralProcessing(ProcessorFamily):
     def process(self, modality: Modality, decoded: Decoded, options: Options) -> ProcessedItem:
         """The processor's arrays as it gives them for a prompt of this item's placeholder."""
         given: Decoded = decoded[0] if isinstance(decoded, tuple) else decoded
-        options = PICTURE_OF_FILM if modality == "video" else {}
+        given_options = PICTURE_OF_FILM if modality == "video" else {}
         try:
             text = self._wrapped(_encoded_as(modality))
-            ids, found = self._run(text, {modality: [given]}, options)
+            ids, found = self._run(text, {modality: [given]}, given_options)
         except (ArithmeticError, LookupError, TypeError, ValueError) as error:
             raise UnprocessableMediaError(
                 f"the model's processor refuses the {modality} ({type(error).__name__})"
@@ -237,6 +249,8 @@ class GeneralProcessing(ProcessorFamily):
             if name.endswith(MODALITY_TYPES) and value.shape == (1, len(ids)):
                 types = np.frombuffer(value.data, value.dtype)
                 arrays[name] = stored_array(types[None, own], value.dtype)
+        if options == BESIDE_PICTURES:
+            arrays[PICTURE_ARGUMENT] = float_array(np.zeros(1, np.float32), self.dtype)
         ids = ids[own]
         arrays["input_ids"] = stored_array(np.array([ids], np.int64), "int64")
         runs = tuple((token, len(list(same))) for token, same in groupby(ids))
@@ -254,14 +268,16 @@ class GeneralProcessing(ProcessorFamily):
         """
         media = {modality: _example_media(modality, self) for modality in self.modalities}
         films = media.pop("video", [])
-        several = self.max_items is None
-        if several:
-            for modality, (first, second, _) in media.items():
+        several = {each: self.max_items is None and each not in self.max_of for each in media}
+        for modality, (first, second, _) in media.items():
+            if several[modality]:
                 self._check_neighbours(modality, [first, second])
         orders: list[list[tuple[Modality, int]]] = []
         for modality in media:
             orders.append([(modality, 0)])
-            orders.append([(modality, number) for number in ((0, 1, 2) if several else (1,))])
+            orders.append(
+                [(modality, number) for number in ((0, 1, 2) if several[modality] else (1,))]
+            )
         if len(media) > 1:
             orders.append([(modality, 1) for modality in media])
         examples = [
@@ -294,7 +310,11 @@ class GeneralProcessing(ProcessorFamily):
             text += placeholder + following
             written += before + placeholder + after + following
             given.setdefault(modality, []).append(decoded)
-        waiting = [self.process(modality, decoded, {}) for modality, decoded in media]
+        beside = {modality for modality, _ in media}
+        waiting = [
+            self.process(modality, decoded, self.options_beside(modality, beside))
+            for modality, decoded in media
+        ]
         written = self._completed(written)
         ids: list[int] = []
         items: list[tuple[int, ProcessedItem]] = []

@@ -24,6 +24,7 @@ from collections.abc import (
     AsyncIterator,
     Awaitable,
     Callable,
+    Collection,
     Coroutine,
     Iterable,
     Mapping,
@@ -82,6 +83,7 @@ class ItemIdentity(Protocol):
     def fingerprint(self) -> bytes: ...
 
     def item_options(self, modality: Modality, kwargs: Mapping[str, object]) -> Options: ...
+    def options_beside(self, modality: Modality, modalities: Collection[Modality]) -> Options: ...
 
     def expansion_of_size(
         self, modality: Modality, size: tuple[int, ...], options: Options
@@ -319,7 +321,13 @@ class MediaResolver:
         Raises a `RequestError` that names the part; then, as when cancelled, no pin is left.
         """
         modalities = {source.modality for source in sources}
-        options = {m: self._family.item_options(m, kwargs) for m in modalities}
+        options: dict[Modality, Options] = {
+            m: {
+                **self._family.item_options(m, kwargs),
+                **self._family.options_beside(m, modalities),
+            }
+            for m in modalities
+        }
         prompt = _Prompt(scope, options, tenant)
         try:
             items = await self._resolve_all(sources, prompt)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import torch
+from peft import PeftModel
 from PIL import Image
 from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, AutoModelForSeq2SeqLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
@@ -23,16 +25,18 @@ from lookonce.core.encoder_cache import EncoderCache
 from lookonce.core.scheduler import Scheduler
 from lookonce.core.scheduler_state import SchedulerState
 from lookonce.core.state_snapshots import StateSnapshots
+from lookonce.engine.process.adapters import EngineAdapters
 from lookonce.engine.process.engine_core import EngineCore
+from lookonce.engine.process.load_engine import load_adapters
 from lookonce.model.attention.backend import AttentionBackend
 from lookonce.model.attention.select import select_backend
-from lookonce.model.loader import LoadedModel, load_model
+from lookonce.model.loader import LoadedModel, load_model, media_adapters
 from lookonce.model.lora import LoRAAdapter
 from lookonce.model.runner import Runner
 from lookonce.model.step_inputs import StepInputs
 from lookonce.render.families.registry import media_examples
 from lookonce.types.media import Modality
-from lookonce.types.model import ONE_IN_A_PROMPT, ModelInfo
+from lookonce.types.model import ONE_IN_A_PROMPT, ONE_SOUND_IN_A_PROMPT, ModelInfo
 from lookonce.types.request import GenerateRequest, PromptLogprob
 from lookonce.types.sampling import SamplingParams
 from lookonce.types.step import StepPlan, StepResult
@@ -49,6 +53,7 @@ NEED_TIMM = ("fast_vlm", "gemma3n", "perception_lm")
 NEED_TORCHVISION = (
     *("cohere2_vision", "gemma4_unified", "kimi_k25", "lfm2_vl", "llama4", "minicpm_ocr"),
     *("minicpmv4_6", "minimax_m3_vl", "molmo2", "muse_glimmer", "nemotron_h_omni", "step3p7"),
+    "phi4_multimodal",
     *NEED_TIMM,
 )
 NEED_TORCHAUDIO = ("fun_asr_nano", "granite_speech", "granite_speech_plus")
@@ -90,6 +95,8 @@ class CapturingRunner(Runner):
         super().__init__(*args, **kwargs)
         self.captured: dict[int, list[torch.Tensor]] = {}
         self._edit = edit
+        self.own_adapters: EngineAdapters | None = None
+        """Of a model that is published with adapters for its media."""
 
     def execute(self, plan: StepPlan) -> StepResult:
         return super().execute(self._edit(plan))
@@ -146,7 +153,9 @@ def general_cases(folder: Path, modalities: Sequence[Modality]) -> list[Case]:
         one, two, three = media[modality]
         first = ("See: ", one, " what is it?")
         without = (TEXT,) if kind not in NEED_PICTURES else ("See ", two)
-        several = (two, " and B ", three, " or ", one) if kind not in ONE_IN_A_PROMPT else (two,)
+        limited = modality == "audio" and kind in ONE_SOUND_IN_A_PROMPT
+        one_alone = limited or kind in ONE_IN_A_PROMPT
+        several = (two,) if one_alone else (two, " and B ", three, " or ", one)
         chats += [first, without, ("A", *several, " which?"), first]
     if len(modalities) > 1:
         chats.append(("Both ", media["image"][1], " and ", media["audio"][1], " now"))
@@ -181,7 +190,37 @@ def sounds() -> list[np.ndarray]:
 
 def expected_answers(folder: Path, info: ModelInfo, cases: list[Case]) -> list[Answer]:
     """Greedy tokens and logits of plain Hugging Face `generate`, one prompt at a time, fp32."""
-    return answers_of(reference_model(folder, info), cases)
+    models: dict[str, Any] = {}
+    answers = []
+    for case in cases:
+        name = adapter_of(folder, info.model_type, case)
+        if name not in models:
+            models[name] = reference_model(folder, info)
+            if name:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore", FutureWarning)  # PEFT of transformers
+                    models[name] = PeftModel.from_pretrained(models[name], folder / name).eval()
+        answers += answers_of(models[name], [case])
+    return answers
+
+
+OWN_ADAPTERS: dict[str, dict[Modality, str]] = {
+    "phi4_multimodal": {"image": "vision-lora", "audio": "speech-lora"},
+    "qwen2_audio": {"audio": "ears"},  # of test_media_adapters.py
+}
+"""Type → media → the folder of the adapter for prompts with them. Told here anew, and not by what
+is tested."""
+
+
+def adapter_of(folder: Path, model_type: str, case: Case) -> str:
+    """The name of the folder of the adapter that a prompt wants; empty: none."""
+    named = OWN_ADAPTERS.get(model_type, {})
+    wanted = [name for modality, name in named.items() if modality in modalities_of(case)]
+    return wanted[0] if wanted and (folder / wanted[0]).is_dir() else ""
+
+
+def modalities_of(case: Case) -> set[Modality]:
+    return {feature.modality for feature in case.features}
 
 
 def answers_of(model: Any, cases: Sequence[Case]) -> list[Answer]:
@@ -243,6 +282,7 @@ def make_core(
     runner: both are for taking a piece of handling away.
     """
     info = info or loaded.info
+    own = media_adapters(loaded.info.name, loaded.info.model_type)
     scheduler = Scheduler(
         SchedulerState(
             BlockPool(num_blocks, block_size),
@@ -261,8 +301,9 @@ def make_core(
         max_num_batched_tokens=budget,
         edit=edit,
         num_snapshots=num_snapshots,
-        adapters=bool(adapters),
+        adapters=bool(adapters or own),
     )
+    runner.own_adapters = load_adapters(loaded, runner, None, own)
     for adapter in adapters:
         assert runner.lora is not None
         runner.lora.loaded = runner.lora.loaded.with_adapter(adapter)
@@ -283,7 +324,9 @@ def serve(
     `prompt_logprobs`: by case, how many of the likeliest it asks for beside its prompt's tokens.
     `adapted`: by case, the adapter that it is computed with. `options` are those of `make_core`.
     """
-    core, runner = make_core(loaded, adapters=list(adapted.values()), **options)
+    longest = max(len(case.token_ids) for case in cases) + NUM_TOKENS
+    room = {"num_blocks": max(256, 2 * longest // options.get("block_size", 4))}
+    core, runner = make_core(loaded, adapters=list(adapted.values()), **room | options)
     tokens: dict[str, list[int]] = {str(i): [] for i in range(len(cases))}
     reasons: dict[str, str] = {}
     scored: dict[int, list[PromptLogprob]] = {}
@@ -295,6 +338,9 @@ def serve(
             if index in adapted:
                 identity = adapted[index].identity
                 request = msgspec.structs.replace(request, adapter=identity)
+            elif runner.own_adapters is not None:
+                own = runner.own_adapters.own(modalities_of(case))
+                request = msgspec.structs.replace(request, adapter=own)
             core.add(request, case.items)
         output = core.step()
         for delta in output.deltas if output else ():

@@ -144,6 +144,8 @@ class FolderKind:
     """Special tokens whose ids lie behind the scale's vocabulary."""
     adds_bos: bool = False
     """Whether plain encoding prepends the bos token, as this family's tokenizers do."""
+    adapters: Mapping[str, Json] = field(default_factory=dict)
+    """Folder beneath the model's → arguments of PEFT's `LoraConfig` of the adapter in it."""
 
 
 CHATML = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")

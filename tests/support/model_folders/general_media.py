@@ -59,6 +59,7 @@ def _kind(
     roles: Mapping[str, str] | None = None,
     preprocessor: Json,
     processor: str,
+    adapters: Mapping[str, Json] | None = None,
     **processor_fields: Any,
 ) -> FolderKind:
     """A kind whose config is `model_type`'s, made of `parts`. `processor`: its class' name, without
@@ -71,6 +72,7 @@ def _kind(
         config=lambda scale, ids: _config(model_type, parts(scale, ids)),
         preprocessor=lambda _: preprocessor,
         processor={"processor_class": f"{processor}Processor", **processor_fields},
+        adapters=adapters or {},
     )
 
 
@@ -102,6 +104,31 @@ def _internvl(scale: Scale, ids: Mapping[str, int]) -> Json:
         "text_config": _text("qwen2", scale, ids),
         "image_token_id": ids["<IMG_CONTEXT>"],
         "image_seq_length": 4,
+    }
+
+
+def _phi4_multimodal(scale: Scale, ids: Mapping[str, int]) -> Json:
+    return {
+        **scale.text(ids, original_max_position_embeddings=scale.max_length),
+        "vision_config": _vision(
+            scale,
+            image_size=64,
+            crop_size=64,
+            patch_size=2,  # a crop always has 256 tokens
+            num_hidden_layers=3,
+            image_token_id=ids["<|image|>"],
+        ),
+        "audio_config": {
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_blocks": 3,
+            "num_attention_heads": 2,
+            "ext_pw_out_channel": 32,
+            "depthwise_separable_out_channel": 32,
+            "nemo_conv_channels": 32,
+            "bias_max_distance": 20,
+            "audio_token_id": ids["<|audio|>"],
+        },
     }
 
 
@@ -1211,6 +1238,7 @@ def _paligemma_kind(parts: Parts) -> FolderKind:
     return replace(kind, template=DEFAULT_TEMPLATES["paligemma"])
 
 
+PHI4_LAYERS = r"model\.layers\.\d+\.(self_attn\.(qkv_proj|o_proj)|mlp\.(gate_up_proj|down_proj))"
 MEDIA_KINDS: dict[str, FolderKind] = {
     "internvl": _kind(
         "internvl",
@@ -1570,6 +1598,27 @@ MEDIA_KINDS: dict[str, FolderKind] = {
         specials=("<im_start>", "<im_end>", "<patch_start>", "<patch_end>", "<patch_newline>"),
         preprocessor=_pixels("Step3p7", size=_square(112), patch_size=56, vision_patch_size=14),
         processor="Step3p7",
+    ),
+    "phi4_multimodal": _kind(
+        "phi4_multimodal",
+        _phi4_multimodal,
+        image="<|image|>",
+        audio="<|audio|>",
+        roles={"image_token": "<|image|>", "audio_token": "<|audio|>"},
+        preprocessor={
+            **PIXELS,
+            **HALF_STATS,
+            "image_processor_type": "Phi4MultimodalImageProcessor",
+            "feature_extractor_type": "Phi4MultimodalFeatureExtractor",
+            "size": {"height": 64, "width": 64},
+            "patch_size": 2,
+            "dynamic_hd": 2,
+        },
+        processor="Phi4Multimodal",
+        adapters={
+            "vision-lora": {"r": 8, "lora_alpha": 16, "target_modules": PHI4_LAYERS},
+            "speech-lora": {"r": 4, "lora_alpha": 8, "target_modules": PHI4_LAYERS},
+        },
     ),
     "perception_lm": _kind(
         "perception_lm",

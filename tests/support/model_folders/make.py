@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,8 @@ def make_folder(
         _write_json(target / "processor_config.json", chosen.processor)
     config = chosen.config(sizes, ids)
     write_model(config, target, eos_token_id=ids["eos_token_id"], seed=seed, dtype=dtype)
+    for number, (name, settings) in enumerate(chosen.adapters.items()):
+        write_adapter(config, target / name, settings, seed=seed + 1 + number)
     return target
 
 
@@ -131,6 +134,23 @@ def write_model(
         model.save_pretrained(target)
     finally:
         enable_progress_bar()
+
+
+def write_adapter(config: Any, target: Path, settings: Json, *, seed: int) -> None:
+    """Write a random LoRA adapter of the model of a transformers config, as PEFT does."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForMultimodalLM
+
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # PEFT uses what transformers will remove
+        model = get_peft_model(AutoModelForMultimodalLM.from_config(config), LoraConfig(**settings))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.15)
+    model.save_pretrained(target)
 
 
 def randomise(model: Any, seed: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from contextlib import asynccontextmanager
 
 from lookonce.cache.directory import Directory
@@ -131,6 +131,11 @@ class FakeFamily:
     def item_options(self, modality: Modality, kwargs: Mapping[str, object]) -> dict[str, object]:
         wanted = {"image": ("max_pixels",), "audio": ()}[modality]
         return {name: kwargs[name] for name in wanted if name in kwargs}
+
+    def options_beside(
+        self, modality: Modality, modalities: Collection[Modality]
+    ) -> dict[str, object]:
+        return {}
 
 
 def inline(data: bytes, *, param: str = "messages[0].content[0]", **fields: str) -> MediaSource:
