@@ -150,7 +150,7 @@ def write_adapter(config: Any, target: Path, settings: Json, *, seed: int) -> No
         for name, parameter in model.named_parameters():
             if "lora_" in name:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.15)
-    model.save_pretrained(target)
+    model.save_pretrained(str(target))
 
 
 def randomise(model: Any, seed: int) -> None:
