@@ -80,6 +80,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
     if options.against is not None:
+        if not (options.against / "benchmarks" / "engine.py").is_file():
+            parser.error(f"--against {options.against} is no folder of a checkout")
         run = ["--model", options.model, "--turns", str(options.turns), "--batches"]
         run += map(str, options.batches)
         report = beside(options.against.resolve(), run, options.pairs)
