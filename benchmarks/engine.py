@@ -75,6 +75,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--model", default=str(NANO_FOLDER), help="folder; default: nano")
     parser.add_argument("--batches", type=int, nargs="+", default=list(BATCHES))
     parser.add_argument("--turns", type=int, default=TURNS)
+    parser.add_argument("--temperature", type=float, default=0.0, help="of our side; default: 0")
     parser.add_argument("--against", type=Path, metavar="FOLDER", help="another checkout")
     parser.add_argument("--pairs", type=int, default=PAIRS, help="of runs, with --against")
     parser.add_argument("--json", type=Path)
@@ -82,11 +83,13 @@ def main(arguments: Sequence[str]) -> int:
     if options.against is not None:
         if not (options.against / "benchmarks" / "engine.py").is_file():
             parser.error(f"--against {options.against} is no folder of a checkout")
-        run = ["--model", options.model, "--turns", str(options.turns), "--batches"]
+        run = ["--model", options.model, "--turns", str(options.turns)]
+        run += ["--temperature", str(options.temperature), "--batches"]
         run += map(str, options.batches)
         report = beside(options.against.resolve(), run, options.pairs)
     else:
-        report = asyncio.run(measure(options.model, options.batches, options.turns))
+        run_of = measure(options.model, options.batches, options.turns, options.temperature)
+        report = asyncio.run(run_of)
     publish([report], options.json)
     return 0
 
@@ -120,7 +123,9 @@ def _own_cpu(checkout: Path, run: Sequence[str]) -> dict[int, float]:
     return {row["batch"]: row["own CPU ms"] for row in rows}
 
 
-async def measure(folder: str, batches: Sequence[int], turns: int) -> Report:
+async def measure(
+    folder: str, batches: Sequence[int], turns: int, temperature: float = 0.0
+) -> Report:
     """One row per batch size."""
     torch.set_num_threads(1)
     times = ("model ms", "own CPU ms", "engine ms", "client ms")
@@ -132,10 +137,11 @@ async def measure(folder: str, batches: Sequence[int], turns: int) -> Report:
             f"CPU time of all threads; {STEPS} decode steps of ours and of theirs in turn after "
             f"{PROMPT_TOKENS} prompt tokens, medians of {turns} turns, fp32, one torch thread",
             "own: all but the model, in the engine process and in its client",
+            f"our temperature: {temperature}; theirs: 0",
         ],
     )
     theirs = _TransformersLoop(folder)
-    async with open_engine(folder, max(batches)) as ours:
+    async with open_engine(folder, max(batches), temperature) as ours:
         for batch in batches:
             await _turn(ours, theirs, batch)
             rows = [await _turn(ours, theirs, batch) for _ in range(turns)]
@@ -166,8 +172,9 @@ FIRST_TOKEN = 20
 class EngineUnderTest:
     """Decodes batches through client, channel, scheduler and runner of a real engine process."""
 
-    def __init__(self, folder: str, client: EngineClient) -> None:
+    def __init__(self, folder: str, client: EngineClient, temperature: float) -> None:
         self._client = client
+        self._temperature = temperature
         self._tokenizer = Tokenizer.load(folder)
         self._count = 0
 
@@ -207,7 +214,9 @@ class EngineUnderTest:
         ids = rng.integers(FIRST_TOKEN, model.vocab_size, prompt_tokens).tolist()
         prompt = RenderedPrompt(token_ids=ids, scope=bytes(32))
         endless = model.max_model_len - prompt_tokens
-        sampling = SamplingParams(temperature=0.0, max_tokens=endless, ignore_eos=True)
+        sampling = SamplingParams(
+            temperature=self._temperature, max_tokens=endless, ignore_eos=True
+        )
         generation = self._client.generate(prompt, sampling, f"bench-{self._count}")
         return _Sequence(generation, Detokenizer(self._tokenizer))
 
@@ -253,10 +262,12 @@ class _Sequence:
 
 
 @asynccontextmanager
-async def open_engine(folder: str, batch: int) -> AsyncIterator[EngineUnderTest]:
+async def open_engine(
+    folder: str, batch: int, temperature: float = 0.0
+) -> AsyncIterator[EngineUnderTest]:
     """Starts an engine process and a client of it, for batches of up to `batch` sequences."""
     async with client_of_engine(ModelConfig(folder, "bench"), batch, COMMAND) as client:
-        yield EngineUnderTest(folder, client)
+        yield EngineUnderTest(folder, client, temperature)
 
 
 @asynccontextmanager

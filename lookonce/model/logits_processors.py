@@ -135,6 +135,11 @@ class RowFilter:
     top_p: float
     min_p: float
 
+    @property
+    def parameters(self) -> tuple[float, float, float, float]:
+        """Of the compiled `draw`."""
+        return self.temperature, self.top_k, self.top_p, self.min_p
+
     @classmethod
     def from_params(cls, params: SamplingParams) -> RowFilter:
         top_k = params.top_k if params.top_k > 0 else NO_TOP_K
@@ -310,6 +315,21 @@ def penalise(scores: Tensor, penalised: list[tuple[int, SamplingParams, TokenCou
     values -= frequency * counts
     values -= presence * (counts > 0)
     scores[rows, ids] = values
+
+
+def draw_on_host(
+    scores: Tensor, filters: Sequence[RowFilter | None], seeds: Sequence[int], at: Sequence[int]
+) -> list[int] | None:
+    """`draw` of scores on a CPU, and `argmax` of the rows without a filter; None where it is not
+    compiled. `seeds` and `at` are as for `uniforms`."""
+    if compiled.kernels is None or not scores.is_cpu or not _is_plain(scores):
+        return None
+    parameters = np.array([_GREEDY if row is None else row.parameters for row in filters])
+    places = np.array([seeds, at], np.uint64).T.copy().view(np.int64)
+    return compiled.kernels.draw(scores, torch.from_numpy(parameters), torch.from_numpy(places))
+
+
+_GREEDY = (0.0, 1.0, 1.0, 0.0)
 
 
 def draw(scores: Tensor, filters: list[RowFilter], uniform: NDArray[np.float64]) -> Tensor:

@@ -75,11 +75,11 @@ class _SequenceState:
         if self.rules is not None:
             self.rules.take(token)
 
-    def is_plain_greedy(self) -> bool:
+    def is_plain(self) -> bool:
+        """Whether nothing but the logits and its filter decides on its tokens."""
         params = self.params
         return (
-            params.greedy
-            and self.counts is None
+            self.counts is None
             and self.grammar is None
             and self.rules is None
             and not params.logit_bias
@@ -98,8 +98,10 @@ class Sampler:
         self._states: dict[int, _SequenceState] = {}
         self._named: tuple[SamplingParams, NamedTokens] | None = None
         """Of the sequence that was added last: samples of one request come one after the other."""
-        self._special: set[int] = set()
+        self._random: set[int] = set()
         """Sequences that need more than an argmax."""
+        self._special: set[int] = set()
+        """Those that need more than a draw from their logits."""
 
     def add(
         self,
@@ -125,8 +127,11 @@ class Sampler:
             else TokenRuleState(params.token_rules, list(output_ids), self._vocab_size),
         )
         self._states[seq_id] = state
-        if not state.is_plain_greedy():
+        if not state.is_plain():
             self._special.add(seq_id)
+            self._random.add(seq_id)
+        elif not params.greedy:
+            self._random.add(seq_id)
 
     def extend(self, seq_id: int, start: int, token_ids: NDArray[np.int32]) -> None:
         """Tokens appended at `start` count as prompt; `min_tokens` counts from their end."""
@@ -139,6 +144,7 @@ class Sampler:
         """Remove a sequence; an unknown one is no error."""
         self._states.pop(seq_id, None)
         self._special.discard(seq_id)
+        self._random.discard(seq_id)
 
     def sample(
         self, logits: Tensor, seq_ids: Sequence[int], positions: Sequence[int]
@@ -158,10 +164,13 @@ class Sampler:
         `positions[i]` is the index the sampled token takes in its sequence: prompt tokens plus
         tokens generated so far.
         """
-        special = [row for row, seq_id in enumerate(seq_ids) if seq_id in self._special]
-        if not special:
+        if self._random.isdisjoint(seq_ids):
             return _plain(logits, reads)
         states = [self._states[seq_id] for seq_id in seq_ids]
+        if self._special.isdisjoint(seq_ids):
+            chosen = reads.later(_choose(logits, states, positions))
+            return lambda: SamplerOutput(chosen.tolist(), None)
+        special = [row for row, seq_id in enumerate(seq_ids) if seq_id in self._special]
         scores = _edited(logits, states, positions)
         scores, errors = _constrained(scores, states, is_copy=scores is not logits)
         scores = _ruled(scores, states, is_copy=scores is not logits)
@@ -273,14 +282,19 @@ def _grammar_error(params: SamplingParams, reason: str) -> BadRequestError:
 
 def _choose(scores: Tensor, states: list[_SequenceState], positions: Sequence[int]) -> Tensor:
     """Token ids [n]: the largest score of greedy rows, a random draw for the others."""
+    filters = [None if state.params.greedy else state.filter for state in states]
+    found = logits_processors.draw_on_host(scores, filters, [s.seed for s in states], positions)
+    if found is not None:
+        return torch.tensor(found, dtype=torch.long)
     greedy = [row for row, state in enumerate(states) if state.params.greedy]
     random = [row for row, state in enumerate(states) if not state.params.greedy]
     if not random:
         return logits_processors.argmax(scores)
     seeds = [states[row].seed for row in random]
     uniform = logits_processors.uniforms(seeds, [positions[row] for row in random])
-    filters = [states[row].filter for row in random]
-    drawn = logits_processors.draw(_rows(scores, random), filters, uniform)
+    drawn = logits_processors.draw(
+        _rows(scores, random), [states[row].filter for row in random], uniform
+    )
     if not greedy:
         return drawn
     both = torch.cat([logits_processors.argmax(_rows(scores, greedy)), drawn])

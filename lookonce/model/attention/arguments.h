@@ -73,6 +73,11 @@ struct Type<float> {
     static constexpr const char* name = "float32";
 };
 template <>
+struct Type<double> {
+    static constexpr uint8_t code = FLOAT, bits = 64;
+    static constexpr const char* name = "float64";
+};
+template <>
 struct Type<BFloat16> {
     static constexpr uint8_t code = BFLOAT, bits = 16;
     static constexpr const char* name = "bfloat16";

@@ -6,6 +6,7 @@
 
 #include "../attention/arguments.h"
 #include "rows.h"
+#include "sampling.h"
 #include "windows.h"
 
 namespace {
@@ -296,21 +297,6 @@ PyObject* attend_windows(PyObject* const* args, Py_ssize_t count) {
 
 // ---------------------------------------------------------------- operators
 
-// The largest score's index; -1 where a score is NaN, or the largest infinite.
-int64_t best_of(const float* scores, int64_t count) {
-    Vec highest = splat(-INFINITY), nothing = {};
-    int64_t i = 0;
-    for (; i + LANES <= count; i += LANES) {
-        const Vec score = load(scores + i);
-        highest = max_vec(score, highest);
-        nothing += score != score ? splat(1.0f) : splat(0.0f);
-    }
-    float best = reduce_max(highest), num_nan = reduce_sum(nothing);
-    for (; i < count; ++i) best = std::max(best, scores[i]), num_nan += scores[i] != scores[i];
-    if (num_nan > 0 || !std::isfinite(best)) return -1;
-    return std::find(scores, scores + count, best) - scores;
-}
-
 // argmax(scores [rows, columns]) → a list
 PyObject* argmax(PyObject* const* args, Py_ssize_t count) {
     Arguments a(args, count, 1);
@@ -324,6 +310,35 @@ PyObject* argmax(PyObject* const* args, Py_ssize_t count) {
         else PyList_SET_ITEM(best, i, token);
     }
     return best;
+}
+
+// draw(scores [rows, columns], parameters [rows, 4] of `native::Draw`, places [rows, 2] of
+//      `native::Place`) → a list of tokens
+PyObject* draw(PyObject* const* args, Py_ssize_t count) {
+    Arguments a(args, count, 3);
+    const Tensor tensor = a.tensor("scores").of_dimensions(2).contiguous();
+    const int64_t rows = tensor.size(0), columns = tensor.size(1);
+    const Tensor wanted = a.tensor("parameters").shaped({rows, 4}).contiguous();
+    const Tensor where = a.tensor("places").shaped({rows, 2}).contiguous();
+    const float* scores = tensor.data<float>();
+    const Draw* draws = reinterpret_cast<const Draw*>(wanted.data<double>());
+    const Place* places = reinterpret_cast<const Place*>(where.data<int64_t>());
+    require(columns > 0, "there are no scores");
+    for (int64_t i = 0; i < rows; ++i) require(draws[i].top_k >= 1, "top-k is less than 1");
+    std::vector<int64_t> tokens(rows);
+    {
+        const WithoutGil others_run;
+        Drawing drawing(columns);
+        for (int64_t i = 0; i < rows; ++i)
+            tokens[i] = drawing.token(scores + i * columns, draws[i], places[i]);
+    }
+    PyObject* list = PyList_New(rows);
+    for (int64_t i = 0; list && i < rows; ++i) {
+        PyObject* token = PyLong_FromLongLong(tokens[i]);
+        if (!token) Py_CLEAR(list);
+        else PyList_SET_ITEM(list, i, token);
+    }
+    return list;
 }
 
 // The number of rows of a contiguous tensor whose last dimension has `width` entries.
@@ -410,6 +425,7 @@ PyMethodDef methods[] = {
     {"run", as_method(guarded<run>), METH_FASTCALL,
      "One step from embedding to logits; see decoder.py."},
     {"argmax", as_method(guarded<argmax>), METH_FASTCALL, "Of each row; see logits_processors.py."},
+    {"draw", as_method(guarded<draw>), METH_FASTCALL, "Of each row; see logits_processors.py."},
     {"norm_rows", as_method(guarded<norm_rows>), METH_FASTCALL, "See layers.py."},
     {"linear_rows", as_method(guarded<linear_rows>), METH_FASTCALL, "See int8_weights.py."},
     {"gate_rows", as_method(guarded<gate_rows>), METH_FASTCALL, "See layers.py."},
