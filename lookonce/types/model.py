@@ -5,12 +5,59 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Collection, Iterable, Mapping
+from typing import Literal
 
 import msgspec
 
 from lookonce.errors import ModelLoadError
 from lookonce.types.media import EVERY_TOKEN, Modality
 from lookonce.types.pooling import PoolingInfo
+
+
+class Comparison(msgspec.Struct, frozen=True):
+    """What loading found where it compared a model that has no family of its own with transformers:
+    how far they differ, and how the model is computed so that they do not."""
+
+    error: float
+    """The largest that was found: root mean square of the difference of logits over that of the
+    logits around their mean."""
+    allowed: float
+    """A model with a larger error is refused."""
+    modalities: tuple[Modality, ...] = ()
+    encoder: Literal["features", "forward"] | None = None
+    """Rows are what the model's `get_..._features` gives, or what its own forward gives its
+    decoder; None: no media."""
+    attention: Literal["causal", "items", "items_in_windows", "prompts"] = "causal"
+    """What attends in both directions, and so is never cut by a chunk: nothing, items (in all
+    layers, or in those with a sliding window alone), or whole prompts."""
+    causal_texts: bool = False
+    """Prompts attend in both directions, but not those without media."""
+    states_by_token: bool = False
+    """Layers with a state go on after it with one token alone."""
+    logit_scale: float = 1.0
+
+    def __str__(self) -> str:
+        """In a line."""
+        parts = [f"logits differ by {self.error:.1e} of their spread ({self.allowed:g} is allowed)"]
+        if self.encoder is not None:
+            by = {"features": "its encoder alone", "forward": "its whole forward"}[self.encoder]
+            parts.append(f"{' and '.join(self.modalities)} encoded by {by}")
+        parts.append(
+            {
+                "causal": "chunks end anywhere",
+                "items": "items attend in both directions and are not cut",
+                "items_in_windows": "items attend in both directions where layers have a sliding "
+                "window, and are not cut",
+                "prompts": "prompts attend in both directions and are not cut",
+            }[self.attention]
+        )
+        if self.causal_texts:
+            parts.append("those without media attend causally")
+        if self.states_by_token:
+            parts.append("states go on by single tokens")
+        if self.logit_scale != 1.0:
+            parts.append(f"logits are scaled by {self.logit_scale:g}")
+        return "; ".join(parts)
 
 
 class ModelInfo(msgspec.Struct, frozen=True, array_like=True):
@@ -37,6 +84,8 @@ class ModelInfo(msgspec.Struct, frozen=True, array_like=True):
     """Not 0: every token of a prompt sees the whole prompt, also what follows it (PaliGemma). Then
     a prompt has at most so many tokens and one item, it is computed in one step, and its keys and
     values are reused for an equal prompt alone."""
+    causal_texts: bool = False
+    """With it: prompts without an item are as those of other models (PaliGemma 2)."""
     weights_digest: str = ""
     """Hex digest of what determines the weights: part of every external KV namespace."""
     encoder_decoder: bool = False
@@ -61,6 +110,13 @@ class ModelInfo(msgspec.Struct, frozen=True, array_like=True):
     state_bytes: int = 0
     """Bytes of a sequence's state beside keys and values (short convolutions, Mamba, linear
     attention); 0: none. Then a cached prefix can be used only up to a snapshot of the state."""
+    comparison: Comparison | None = None
+    """With transformers, at load; None for a family of its own."""
+
+    def bidirectional_limit(self, num_items: int) -> int:
+        """Most tokens of a prompt with so many items, each of whose tokens sees the whole prompt; 0
+        where tokens see what comes before them alone."""
+        return 0 if self.causal_texts and not num_items else self.longest_bidirectional_prompt
 
     @property
     def items_in_prompt(self) -> bool:

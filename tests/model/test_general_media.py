@@ -11,6 +11,7 @@ import math
 import os
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from msgspec.structs import replace
@@ -39,13 +40,15 @@ from lookonce.types.model import (
     check_served,
     unsupported,
 )
-from tests.support.model.cases import picture
+from tests.support.model.cases import MAX_LOGIT_ERROR, Case, picture
 from tests.support.model.chats import render
 from tests.support.model.copies import copied
 from tests.support.model.serving import (
     Subject,
     assert_parity,
     blocks_for_preemption,
+    compare,
+    expected_answers,
     load_general,
     missing_library,
     serve,
@@ -207,6 +210,29 @@ def assert_refused(family, examples, reason: str = "logits differ") -> None:
         prove_media(family, examples, torch.float32, torch.device("cpu"))
 
 
+@pytest.mark.parametrize(
+    ("kind", "encoder", "attention"),
+    [
+        ("media:internvl", "features", "causal"),
+        ("media:cosmos3_omni", "forward", "causal"),
+        ("media:paligemma", "features", "prompts"),
+        ("text:granite", None, "causal"),
+    ],
+)
+def test_what_was_found_is_kept_and_logged(folder, caplog, kind, encoder, attention):
+    """In one line; `/server_info` shows it."""
+    with caplog.at_level("INFO", "lookonce.model.loader"):
+        info = load_general(folder(kind)).info
+    found = info.comparison
+    assert found is not None
+    assert 0 < found.error < 1e-4 < found.allowed
+    assert (found.encoder, found.attention) == (encoder, attention)
+    assert found.modalities == info.modalities
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line == f"compared {info.model_type} with transformers: {found}"
+    assert f"differ by {found.error:.1e}" in line
+
+
 def test_the_comparison_passes_without_a_fault(proven):
     assert prove_media(*proven, torch.float32, torch.device("cpu")) < 1e-4
 
@@ -362,6 +388,7 @@ def without_own(monkeypatch):
 def test_pictures_that_attend_both_ways_are_not_cut(folder, without_own, monkeypatch):
     loaded, examples = without_own(folder("gemma3"))
     assert loaded.info.unsplittable == ("image",)
+    assert loaded.info.comparison.attention == "items"
     assert loaded.info.largest_unsplittable == loaded.family.config.mm_tokens_per_image
     with monkeypatch.context() as patch:
         patch.setattr("lookonce.model.proof._cuts_outside", _cuts_inside)
@@ -401,6 +428,27 @@ def test_prompts_that_attend_both_ways_are_found(folder, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr("lookonce.model.proof._error_over_prompts", lambda *_: math.inf)
         assert_refused(family, examples)
+
+
+@pytest.mark.parametrize("kind", ["paligemma", "paligemma-gemma"])
+def test_texts_without_a_picture_are_read_as_transformers_reads_them(folder, kind):
+    """PaliGemma 2 causally. PaliGemma 1 both ways: its layers say that they are not causal, and
+    transformers makes them no mask. Budgets that cut them where that changes nothing."""
+    path = folder(f"media:{kind}")
+    loaded = load_general(path)
+    assert loaded.info.causal_texts == (kind == "paligemma")
+    texts = [np.arange(5, 5 + length, dtype=np.int64) for length in (9, 30, 20)]
+    cases = [
+        Case(ids.astype(np.int32), (), {}, {"input_ids": torch.from_numpy(ids)[None]})
+        for ids in texts
+    ]
+    budget = 16 if loaded.info.causal_texts else 40
+    served = serve(loaded, cases, budget=budget)
+    expected = expected_answers(path, loaded.info, cases)
+    assert_parity(served, expected)
+    other_way = replace(loaded.info, causal_texts=not loaded.info.causal_texts)
+    wrong = serve(loaded, cases, budget=40, info=other_way)
+    assert compare(wrong.answers, expected).max_logit_error > 10 * MAX_LOGIT_ERROR
 
 
 def test_a_prompt_is_no_longer_than_the_shortest_window(folder):
