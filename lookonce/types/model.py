@@ -12,6 +12,7 @@ import msgspec
 from lookonce.errors import ModelLoadError
 from lookonce.types.media import EVERY_TOKEN, Modality
 from lookonce.types.pooling import PoolingInfo
+from lookonce.types.transformers_types import KnownTypes
 
 
 class Comparison(msgspec.Struct, frozen=True):
@@ -488,6 +489,10 @@ FILMS_AS_PICTURES: tuple[str, ...] = ("internvl",)
 rows stand at the token of pictures."""
 
 
+LISTED: tuple[Collection[str], ...] = (SUPPORTED, GENERAL_TEXT, GENERAL_MEDIA, EMBEDDERS)
+"""The tables of types that are served."""
+
+
 def general_modalities(config: Mapping[str, object]) -> tuple[Modality, ...]:
     """The media that the general family gives a model: those with an encoder and a token."""
     parts = [
@@ -560,8 +565,7 @@ def check_served(config: Mapping[str, object]) -> None:
     Types that are not listed pass: what they are is found out on loading.
     """
     model_type = str(config.get("model_type", ""))
-    tables: tuple[Collection[str], ...] = (SUPPORTED, GENERAL_TEXT, GENERAL_MEDIA, EMBEDDERS)
-    if any(model_type in table for table in tables):
+    if any(model_type in table for table in LISTED):
         return
     text = config.get("text_config")
     text_type = text.get("model_type") if isinstance(text, Mapping) else None
@@ -577,13 +581,27 @@ def check_served(config: Mapping[str, object]) -> None:
         raise unsupported(model_type, reason, like=(*SUPPORTED, *GENERAL_MEDIA))
 
 
+def check_known(config: Mapping[str, object], known: KnownTypes) -> None:
+    """Raises `ModelLoadError` for a config whose type has no family of its own, and that this
+    version of transformers does not know, or knows no text model of."""
+    model_type = str(config.get("model_type", ""))
+    if model_type in SUPPORTED or model_type in EMBEDDERS:
+        return
+    sees = bool(general_modalities(config))
+    if model_type not in known.configs:
+        reason = f"transformers {known.version} knows no such type"
+        raise unsupported(model_type, reason, like=(*SUPPORTED, *GENERAL_MEDIA) if sees else None)
+    if not sees and model_type not in known.text_models:
+        raise unsupported(model_type, "transformers knows no text model of this type")
+
+
 def unsupported(
     model_type: str, reason: str = "", *, like: Iterable[str] | None = None
 ) -> ModelLoadError:
     """What to raise for a type that is not served: why, and those of the types `like` it, of all
     where none are given, that have a similar name. Of a type that is served in general: why this
     model of it is not."""
-    listed = {*SUPPORTED, *GENERAL_TEXT, *GENERAL_MEDIA, *EMBEDDERS}
+    listed = {name for table in LISTED for name in table}
     if reason and model_type in listed:
         return ModelLoadError(f"this model of type {model_type!r} cannot be served: {reason}")
     known = listed if like is None else set(like)
