@@ -284,11 +284,11 @@ GENERAL_MEDIA: dict[str, tuple[Modality, ...]] = {
     "deepseek_vl_hybrid": ("image",),
     "emu3": ("image",),
     "ernie4_5_vl_moe": ("image",),
-    "exaone4_5": ("image",),
+    "exaone4_5": ("image", "video"),
     "fast_vlm": ("image",),
     "fun_asr_nano": ("audio",),
     "gemma3n": ("image", "audio"),
-    "gemma4": ("image", "audio"),
+    "gemma4": ("image", "audio", "video"),
     "gemma4_unified": ("image",),
     "glm46v": ("image",),
     "glm4v": ("image",),
@@ -308,14 +308,14 @@ GENERAL_MEDIA: dict[str, tuple[Modality, ...]] = {
     "janus": ("image",),
     "kimi_k25": ("image",),
     "lfm2_vl": ("image",),
-    "lfm3_vl": ("image",),
+    "lfm3_vl": ("image", "video"),
     "lighton_ocr": ("image",),
     "llama4": ("image",),
     "llava_next": ("image",),
-    "llava_next_video": ("image",),
-    "llava_onevision": ("image",),
-    "minicpm_ocr": ("image",),
-    "minicpmv4_6": ("image",),
+    "llava_next_video": ("image", "video"),
+    "llava_onevision": ("image", "video"),
+    "minicpm_ocr": ("image", "video"),
+    "minicpmv4_6": ("image", "video"),
     "minimax_m3_vl": ("image",),
     "molmo2": ("image",),
     "moss_transcribe_diarize": ("audio",),
@@ -325,13 +325,13 @@ GENERAL_MEDIA: dict[str, tuple[Modality, ...]] = {
     "ovis2": ("image",),
     "paddleocr_vl": ("image",),
     "paligemma": ("image",),
-    "perception_lm": ("image",),
+    "perception_lm": ("image", "video"),
     "phi4_multimodal": ("image", "audio"),
     "qianfan_ocr": ("image",),
     "qwen3_asr": ("audio",),
     "step3p7": ("image",),
-    "video_llama_3": ("image",),
-    "video_llava": ("image",),
+    "video_llama_3": ("image", "video"),
+    "video_llava": ("image", "video"),
     "vipllava": ("image",),
 }
 """Types of models with media that the general family serves, each compared with transformers by
@@ -470,9 +470,11 @@ MEDIA_TOKENS: dict[Modality, tuple[str, ...]] = {
         "image_patch_id",
     ),
     "audio": ("audio_token_id", "audio_token_index", "sound_context_token_id"),
-    "video": (),
+    "video": ("video_token_id", "video_token_index"),
 }
 """Modality → names in a config of the token whose positions take encoder outputs."""
+FOUND_BY_CONFIG: tuple[Modality, ...] = ("image", "audio")
+"""What a config alone tells that a model takes; whose films are served is listed."""
 MEDIA_PARTS: dict[Modality, re.Pattern[str]] = {
     "image": re.compile(r"vision|visual|vit|vq|image"),
     "audio": re.compile(r"audio|speech|sound|acoustic|encoder"),
@@ -493,6 +495,25 @@ LISTED: tuple[Collection[str], ...] = (SUPPORTED, GENERAL_TEXT, GENERAL_MEDIA, E
 """The tables of types that are served."""
 
 
+FILMS_BY_FRAME: tuple[str, ...] = (
+    "gemma4",
+    "llava_next_video",
+    "perception_lm",
+    "video_llava",
+)
+"""Types of `GENERAL_MEDIA` whose films transformers' own video processor makes, which needs
+torchvision. Their encoders take each frame by itself: it is an item."""
+WHOLE_FILMS: tuple[str, ...] = (
+    "exaone4_5",
+    "lfm3_vl",
+    "llava_onevision",
+    "minicpm_ocr",
+    "minicpmv4_6",
+    "video_llama_3",
+)
+"""The same where a film is one item: its rows depend on all frames, or on how many there are."""
+
+
 def general_modalities(config: Mapping[str, object]) -> tuple[Modality, ...]:
     """The media that the general family gives a model: those with an encoder and a token."""
     parts = [
@@ -500,11 +521,12 @@ def general_modalities(config: Mapping[str, object]) -> tuple[Modality, ...]:
     ]
     found: tuple[Modality, ...] = tuple(
         modality
-        for modality in MEDIA_TOKENS
+        for modality in FOUND_BY_CONFIG
         if _named_token(config, modality) is not None
         and any(MEDIA_PARTS[modality].search(part) for part in parts)
     )
-    return (*found, "video") if config.get("model_type") in FILMS_AS_PICTURES else found
+    watches = config.get("model_type") in (*FILMS_AS_PICTURES, *FILMS_BY_FRAME, *WHOLE_FILMS)
+    return (*found, "video") if watches else found
 
 
 def media_token(config: Mapping[str, object], modality: Modality) -> int:
@@ -517,11 +539,14 @@ def media_token(config: Mapping[str, object], modality: Modality) -> int:
     attends_with_them = "low_res_image_start_token_id" in config
     if config.get("visual_indicator_token_ids") or own_vocabulary or attends_with_them:
         return EVERY_TOKEN
-    return placeholder_token(config, "image" if modality == "video" else modality)
+    return placeholder_token(config, modality)
 
 
 def placeholder_token(config: Mapping[str, object], modality: Modality) -> int:
-    """The id of the token of a modality that a config names. Raises `KeyError` without any."""
+    """The id of the token of a modality that a config names; that of pictures for films that are
+    taken as such. Raises `KeyError` without any."""
+    if modality == "video" and config.get("model_type") in FILMS_AS_PICTURES:
+        modality = "image"
     token = _named_token(config, modality)
     if token is None:
         raise KeyError(MEDIA_TOKENS[modality][0])

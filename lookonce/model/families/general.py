@@ -44,7 +44,7 @@ from lookonce.model.attention.probe import PROBE_TOKENS, probe_metadata, probe_p
 from lookonce.model.families.base import Model, ModelFamily, Tensors
 from lookonce.model.state import StateObserver, has_states
 from lookonce.types.media import MediaExample, Modality
-from lookonce.types.model import MEDIA_TOKENS, media_token, num_axes, unsupported
+from lookonce.types.model import FILMS_AS_PICTURES, MEDIA_TOKENS, media_token, num_axes, unsupported
 
 FORWARD_ERRORS = (
     AssertionError,
@@ -199,9 +199,8 @@ AUTO_CLASSES = (AutoModelForMultimodalLM, AutoModelForSeq2SeqLM)
 ENCODERS: dict[Modality, str] = {
     "image": "get_image_features",
     "audio": "get_audio_features",
-    "video": "get_image_features",
+    "video": "get_video_features",
 }
-"""Films are taken as pictures here (`FILMS_AS_PICTURES`)."""
 TOKEN_TYPES = "token_type_ids"
 """How arguments end that say of each token what kind it is."""
 DEEPER = re.compile(r"deepstack_\w+")
@@ -425,7 +424,8 @@ class GeneralMediaFamily(GeneralTextFamily):
         return self._media_tokens[modality]
 
     def _encoder(self, modality: Modality) -> Any:
-        name = ENCODERS[modality]
+        as_picture = modality == "video" and self.config.model_type in FILMS_AS_PICTURES
+        name = ENCODERS["image" if as_picture else modality]
         for holder in (getattr(self.model, "model", None), self.model):
             if hasattr(holder, name):
                 return getattr(holder, name)
