@@ -68,4 +68,6 @@ def _keys(statement: ast.stmt) -> Iterator[str]:
             case ast.Tuple(elts=[ast.Constant(value=str(key)), _]):
                 yield key
             case ast.Dict(keys=keys):
-                yield from (k.value for k in keys if isinstance(k, ast.Constant))
+                for each in keys:
+                    if isinstance(each, ast.Constant) and isinstance(each.value, str):
+                        yield each.value

@@ -1,4 +1,4 @@
-"""Five thousand random requests over misbehaving tiers, aborted in every state: all sums agree."""
+"""Thousands of random requests over misbehaving tiers, aborted in every state: all sums agree."""
 
 from __future__ import annotations
 

@@ -88,6 +88,8 @@ PICTURE_ARGUMENT = "image_pixel_values"
 """What the forward of these types is given for pictures; it looks whether there are any by this
 alone."""
 NO_OPTIONS: dict[str, object] = {}
+Given = Decoded | NDArray[np.uint8]
+"""What transformers' processor gets of an item; of a film its frames in one array."""
 PLACEHOLDERS: dict[str, dict[Modality, str]] = {
     "gemma3": {"image": "<start_of_image>"},
     "gemma3n": {"image": "<image_soft_token>", "audio": "<audio_soft_token>"},
@@ -276,12 +278,12 @@ class GeneralProcessing(ProcessorFamily):
 
     def process(self, modality: Modality, decoded: Decoded, options: Options) -> ProcessedItem:
         """The processor's arrays as it gives them for a prompt of this item's placeholder."""
-        given: Decoded = decoded[0] if isinstance(decoded, tuple) else decoded
+        given: Given = decoded[0] if isinstance(decoded, tuple) else decoded
         written, given_options, text = modality, NO_OPTIONS, ""
         if modality == "video" and self._videos:
-            frames = decoded if isinstance(decoded, tuple) else (decoded,)
+            assert isinstance(decoded, tuple)
             chosen = _chosen([0], 1.0, 1) if self._by_frame else cast("ChosenFrames", options)
-            given, given_options = _film_of(frames), _film_options([(frames, chosen)])
+            given, given_options = _film_of(decoded), _film_options([(decoded, chosen)])
             (text,) = self._film_texts(chosen["indices"], chosen["fps"], 1)
         elif modality == "video":
             written, given_options = "image", PICTURE_OF_FILM
@@ -440,7 +442,8 @@ class GeneralProcessing(ProcessorFamily):
         films = [film for film in media.get("video", ()) if isinstance(film, tuple)]
         if not films:
             return self._run(text, media)
-        given = {**media, "video": [_film_of(film) for film in films]}
+        given: dict[Modality, Sequence[Given]] = {**media}
+        given["video"] = [_film_of(film) for film in films]
         return self._run(
             text, given, _film_options([(film, _example_film(film)) for film in films])
         )
@@ -448,7 +451,7 @@ class GeneralProcessing(ProcessorFamily):
     def _run(
         self,
         text: str,
-        media: Mapping[Modality, Sequence[Decoded]],
+        media: Mapping[Modality, Sequence[Given]],
         options: Mapping[str, object] = NO_OPTIONS,
     ) -> tuple[list[int], dict[str, Array]]:
         """The token ids and arrays that the processor makes of a prompt."""
@@ -464,7 +467,7 @@ class GeneralProcessing(ProcessorFamily):
     def _processed(
         self,
         text: str,
-        media: Mapping[Modality, Sequence[Decoded]],
+        media: Mapping[Modality, Sequence[Given]],
         options: Mapping[str, object],
         *,
         nested: bool,
