@@ -608,7 +608,7 @@ class Chunker:
         """
         start = sequence.num_computed
         end = min(len(sequence.tokens), start + step.tokens)
-        least = self._whole_until(sequence)
+        least = self._whole_until(sequence) if sequence.request.uncut else start + 1
         if sequence.request.frames is not None:
             end = min(end, sequence.request.frames.total)
         end = self._keep_whole(sequence.request.features, start, end)
@@ -624,10 +624,7 @@ class Chunker:
         """The position that the next chunk must reach."""
         if self._whole_prompts:
             return len(sequence.tokens)
-        next_token = sequence.num_computed + 1
-        if sequence.request.sees_whole_prompt:
-            return max(sequence.request.num_prompt_tokens, next_token)
-        return next_token
+        return max(sequence.request.num_prompt_tokens, sequence.num_computed + 1)
 
     def _keep_whole(self, features: MultiModalFeatures, start: int, end: int) -> int:
         """Move `end` before an unsplittable item that it would cut; `start` if none fits."""
@@ -661,11 +658,11 @@ class Chunker:
 
     def _bidirectional(self, request: Request, start: int, end: int) -> tuple[tuple[int, int], ...]:
         """The position ranges of unsplittable items in the chunk, or of the prompt."""
+        if not (self._unsplittable or request.sees_whole_prompt):
+            return ()
         if request.sees_whole_prompt:
             length = request.num_prompt_tokens
             return ((0, length),) if start < length else ()
-        if not self._unsplittable:
-            return ()
         features = request.features
         touched = (features[index] for index in features.overlapping(start, end))
         return tuple((f.offset, f.end) for f in touched if f.modality in self._unsplittable)

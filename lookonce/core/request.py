@@ -107,6 +107,7 @@ class Request:
         "session",
         "stop_token_ids",
         "tenant",
+        "uncut",
         "weight",
     )
 
@@ -139,6 +140,8 @@ class Request:
         """The same where it changes encoder outputs."""
         self.sees_whole_prompt = False
         """Every token of the prompt sees all of it; set by the validator."""
+        self.uncut = False
+        """The prompt is computed in one step; set there, too."""
         self.adapted: AdaptedKeys | None = None
         """Set there, too."""
         self.root_hash = root_hash(request.scope, self.adapter)

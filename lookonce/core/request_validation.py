@@ -69,6 +69,7 @@ class RequestValidator:
         built = Request(request, prompt, features, items, eos_token_ids, in_order)
         built.adapted = adapted
         built.pooling = self._model.pooling
+        built.uncut = bool(whole) or self._model.encoder_only
         if whole:
             built.sees_whole_prompt = True
             built.root_hash = whole_prompt_root(built.root_hash, prompt, features)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import logging
 import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -33,6 +34,8 @@ from lookonce.model.step_inputs import AttentionMetadataBuilder, StepInputs
 from lookonce.model.text_model import TextModel
 from lookonce.types.media import MODALITIES, Array, MediaExample, MediaFeature, Modality, feature_at
 from lookonce.types.model import Comparison
+
+logger = logging.getLogger(__name__)
 
 LENGTHS = (23, 37)
 CUTS = ((0, 9, 21, 22, 23), (0, 20, 35, 36, 37))
@@ -127,8 +130,8 @@ def prove_media(
     """Compare prompts with media, after `prove`; sets what of `family` depends on them.
 
     Each item is encoded alone, by the model's `get_..._features`; where that differs from
-    transformers, by its forward up to its decoder (`GeneralMediaFamily.merges`). Raises
-    `ModelLoadError` as `prove` does, if both differ.
+    transformers, by its forward up to its decoder (`GeneralMediaFamily.merges`). Where films differ
+    and pictures do not, the model takes no films. Raises `ModelLoadError` as `prove` does.
     """
     if not examples:
         raise family.unservable("there are no prompts with media to compare it on")
@@ -151,7 +154,12 @@ def prove_media(
             f"{found:.2g} of their spread"
         )
     assert refused is not None
-    raise refused
+    without = [each for each in examples if all(item.modality != "video" for _, item in each.items)]
+    if not without or len(without) == len(examples):
+        raise refused
+    found = prove_media(family, without, dtype, device)
+    logger.warning("films are not served: %s", refused.message)
+    return found
 
 
 def _media_error(

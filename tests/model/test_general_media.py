@@ -26,6 +26,7 @@ from lookonce.model.input_batch import NumberedPictures
 from lookonce.model.loader import load_model
 from lookonce.model.proof import _cuts_inside, largest, prove_media
 from lookonce.render.families.arrays import int64_array
+from lookonce.render.families.general import GeneralProcessing
 from lookonce.render.families.registry import FAMILIES as RENDER_FAMILIES
 from lookonce.render.families.registry import load_family, media_examples
 from lookonce.render.media.external_items import item_from_arrays
@@ -273,6 +274,32 @@ def test_rows_in_another_order_are_found(proven, monkeypatch):
     family, examples = proven
     monkeypatch.setattr(family, "encode", Reversed(family.encode))
     assert_refused(family, examples)
+
+
+def test_films_that_differ_are_not_served_and_pictures_are(proven, monkeypatch, caplog):
+    family, examples = proven
+    encode = family.encode
+
+    def wrong_films(modality, items):
+        rows = encode(modality, items)
+        return [each.flip(0) for each in rows] if modality == "video" else rows
+
+    with monkeypatch.context() as patch:
+        patch.setattr(family, "encode", wrong_films)
+        assert prove_media(family, examples, torch.float32, torch.device("cpu")) < 1e-4
+    assert family.modalities == ("image",)
+    assert "films are not served: this model of type 'internvl'" in caplog.text
+    prove_media(family, examples, torch.float32, torch.device("cpu"))
+    assert family.modalities == ("image", "video")
+
+
+def test_films_that_no_prompt_can_be_made_of_are_not_served(folder, monkeypatch, caplog):
+    def refuse(self, frames):
+        raise ModelLoadError("no film")
+
+    monkeypatch.setattr(GeneralProcessing, "_film_example", refuse)
+    assert load_general(folder("media:internvl")).info.modalities == ("image",)
+    assert "films are not served" in caplog.text
 
 
 def test_rows_of_another_number_are_found(proven, monkeypatch):

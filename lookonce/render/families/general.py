@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -170,6 +171,12 @@ class GeneralProcessing(ProcessorFamily):
             self.sampling_rate = int(sound.get("sampling_rate", 16000))
             self.max_audio_seconds = LONGEST_SOUND
 
+    def gives_up_films(self) -> bool:
+        """Take no films from now on; whether any were taken."""
+        taken = self.modalities
+        self.modalities = tuple(each for each in taken if each != "video")
+        return self.modalities != taken
+
     def placeholder_token_id(self, modality: Modality) -> int:
         return self._placeholders[modality]
 
@@ -320,6 +327,7 @@ class GeneralProcessing(ProcessorFamily):
 
         Raises `ModelLoadError` where an item's tokens in a prompt are not those that it has alone.
         """
+        assert self._processor is not None  # with which it is known whether films are taken
         media = {
             modality: _example_media(modality, self, videos=self._videos)
             for modality in self.modalities
@@ -511,7 +519,12 @@ class GeneralProcessing(ProcessorFamily):
 
     @cached_property
     def _processor(self) -> Any:
-        return full_processor(self.files, films="video" in self.modalities and self._videos)
+        """Without the part for films where transformers cannot make that."""
+        if self._videos and "video" in self.modalities:
+            with suppress(ModelLoadError):
+                return full_processor(self.files, films=True)
+            self.gives_up_films()
+        return full_processor(self.files)
 
 
 def _film_of(frames: Sequence[Image.Image]) -> NDArray[np.uint8]:
