@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -13,7 +14,13 @@ import msgspec
 
 from lookonce.config import Config
 from lookonce.errors import ConfigError, ModelLoadError
-from lookonce.types.model import EMBEDDERS, check_known, check_served
+from lookonce.types.model import (
+    EMBEDDERS,
+    NEEDED_PACKAGES,
+    check_known,
+    check_served,
+    unsupported,
+)
 from lookonce.types.network import connection_error
 from lookonce.types.pooling import read_pooling
 from lookonce.types.transformers_types import known_types
@@ -83,11 +90,17 @@ def _is_reachable(endpoint: str) -> bool:
 
 
 def check_type_served(config: Json) -> None:
-    """Raises `ModelLoadError` for a config of a type that is not served, or that transformers does
-    not know: before weights are downloaded or an engine is started."""
+    """Raises `ModelLoadError` for a config of a type that is not served, that transformers does not
+    know, or for which it needs a package that is not installed: before weights are downloaded or an
+    engine is started."""
     check_served(config)
     if (known := known_types()) is not None:
         check_known(config, known)
+    model_type = str(config.get("model_type"))
+    for package, types in NEEDED_PACKAGES.items():
+        if model_type in types and find_spec(package) is None:
+            reason = f"transformers needs {package} for it (pip install {package})"
+            raise unsupported(model_type, reason)
 
 
 def check_type(folder: str, pooling: str | None = None) -> None:

@@ -491,6 +491,30 @@ FILMS_AS_PICTURES: tuple[str, ...] = ("internvl",)
 rows stand at the token of pictures."""
 
 
+NEEDED_PACKAGES: dict[str, tuple[str, ...]] = {
+    "torchvision": (
+        "cohere2_vision",
+        "fast_vlm",
+        "gemma3n",
+        "gemma4_unified",
+        "kimi_k25",
+        "lfm2_vl",
+        "llama4",
+        "minicpm_ocr",
+        "minicpmv4_6",
+        "minimax_m3_vl",
+        "molmo2",
+        "muse_glimmer",
+        "nemotron_h_omni",
+        "perception_lm",
+        "phi4_multimodal",
+        "step3p7",
+    ),
+    "timm": ("fast_vlm", "gemma3n", "perception_lm"),
+    "torchaudio": ("fun_asr_nano", "granite_speech", "granite_speech_plus"),
+}
+"""Package → types of `GENERAL_MEDIA` that transformers cannot process or compute without it."""
+
 LISTED: tuple[Collection[str], ...] = (SUPPORTED, GENERAL_TEXT, GENERAL_MEDIA, EMBEDDERS)
 """The tables of types that are served."""
 

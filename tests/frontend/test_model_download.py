@@ -15,6 +15,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from lookonce.config import Options, resolve
 from lookonce.errors import ConfigError
 from lookonce.frontend import model_download as hub
+from lookonce.types.model import GENERAL_MEDIA, NEEDED_PACKAGES
 from lookonce.types.transformers_types import known_types
 
 
@@ -117,6 +118,25 @@ def test_a_type_that_is_not_served_is_refused_with_the_reason(tmp_path, content,
     with pytest.raises(ConfigError, match="MODEL: models of type") as raised:
         hub.with_local_model(resolve(Options(model=str(tmp_path))))
     assert words in raised.value.message
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_a_type_that_needs_a_package_says_so_before_anything_starts(
+    tmp_path, monkeypatch, installed
+):
+    content = '{"model_type": "llama4", "image_token_index": 5, "vision_config": {}}'
+    (tmp_path / "config.json").write_text(content)
+    monkeypatch.setattr(hub, "find_spec", lambda _: object() if installed else None)
+    if installed:
+        hub.check_type(str(tmp_path))
+        return
+    with pytest.raises(ConfigError, match=r"needs torchvision for it \(pip install torchvision\)"):
+        hub.check_type(str(tmp_path))
+
+
+def test_the_types_that_need_a_package_are_types_that_are_served():
+    named = {name for types in NEEDED_PACKAGES.values() for name in types}
+    assert named < {*GENERAL_MEDIA}
 
 
 def test_the_types_of_transformers_are_read_without_importing_it():
