@@ -289,7 +289,7 @@ GENERAL_MEDIA: dict[str, tuple[Modality, ...]] = {
     "fun_asr_nano": ("audio",),
     "gemma3n": ("image", "audio"),
     "gemma4": ("image", "audio", "video"),
-    "gemma4_unified": ("image",),
+    "gemma4_unified": ("image", "video"),
     "glm46v": ("image",),
     "glm4v": ("image",),
     "glm4v_moe": ("image",),
@@ -521,6 +521,7 @@ LISTED: tuple[Collection[str], ...] = (SUPPORTED, GENERAL_TEXT, GENERAL_MEDIA, E
 
 FILMS_BY_FRAME: tuple[str, ...] = (
     "gemma4",
+    "gemma4_unified",
     "llava_next_video",
     "perception_lm",
     "video_llava",
@@ -549,8 +550,11 @@ def general_modalities(config: Mapping[str, object]) -> tuple[Modality, ...]:
         if _named_token(config, modality) is not None
         and any(MEDIA_PARTS[modality].search(part) for part in parts)
     )
-    watches = config.get("model_type") in (*FILMS_AS_PICTURES, *FILMS_BY_FRAME, *WHOLE_FILMS)
-    return (*found, "video") if watches else found
+    kind = config.get("model_type")
+    by_processor = kind in (*FILMS_BY_FRAME, *WHOLE_FILMS)
+    if kind in FILMS_AS_PICTURES or (by_processor and _named_token(config, "video") is not None):
+        return (*found, "video")
+    return found
 
 
 def media_token(config: Mapping[str, object], modality: Modality) -> int:

@@ -103,6 +103,7 @@ TEXT_AROUND: dict[str, tuple[str, str]] = {"gemma3": ("\n\n", "\n\n"), "gemma3n"
 """Type → texts that its processor adds before and after an item, which may merge with others."""
 FILM_TEXTS: dict[str, Callable[[int, Sequence[float]], str]] = {
     "gemma4": lambda number, times: " " * bool(number) + _clock(times[number]) + " ",
+    "gemma4_unified": lambda number, times: " " * bool(number) + _clock(times[number]) + " ",
     "lfm3_vl": lambda number, times: f"<{(times[0] + times[:2][-1]) / 2:.1f} seconds>",
     "video_llama_3": lambda number, times: f"Time {times[0]:.1f}s:",
 }

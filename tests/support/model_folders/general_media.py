@@ -1726,6 +1726,7 @@ MEDIA_KINDS: dict[str, FolderKind] = {
     "gemma4_unified": _kind(
         "gemma4_unified",
         _gemma4_unified,
+        video="<|video|>",
         image="<|image|>",
         specials=(*("<|image>", "<image|>", "<|video|>", "<|audio|>", "<|audio>", "<audio|>"),),
         roles={
