@@ -20,7 +20,12 @@ from lookonce.model.loader import load_model
 from lookonce.render.families.film import FilmInfo, plain_film
 from lookonce.render.families.registry import load_family
 from lookonce.types.media import MediaFeature
-from lookonce.types.model import FILMS_BY_FRAME, GENERAL_MEDIA, WHOLE_FILMS
+from lookonce.types.model import (
+    FILMS_BY_FRAME,
+    GENERAL_MEDIA,
+    WHOLE_FILMS,
+    general_modalities,
+)
 from lookonce.types.request import RenderedPrompt
 from tests.support.model.cases import ALL_MODELS, Case
 from tests.support.model.chats import PoolInProcess, make_renderer
@@ -144,6 +149,9 @@ def test_a_film_whose_time_reaches_beyond_the_text_after_it(folder):
 def test_films_through_video_processors_are_listed():
     assert set(VIDEO_TYPES) == {*FILMS_BY_FRAME, *WHOLE_FILMS}
     assert all("video" in GENERAL_MEDIA[name] for name in VIDEO_TYPES)
+    named = {"model_type": "gemma4", "vision_config": {}, "image_token_id": 5}
+    assert general_modalities(named) == ("image",)
+    assert general_modalities({**named, "video_token_id": 6}) == ("image", "video")
 
 
 @pytest.fixture(scope="module", params=VIDEO_TYPES if ALL_MODELS else VIDEO_TYPES[:1])
