@@ -95,7 +95,8 @@ test-lmcache: $(LMCACHE_VENV)/.installed
 # general family serves, and what `make test` tries with some types, with all.
 test-models: $(STAMP)
 	@ALL_MODELS=1 $(BIN)/python -m pytest --numprocesses 2 --timeout 3600 $(addprefix tests/model/test_,general_text.py general_media.py states.py lora.py parity.py parity_chat.py parity_controls.py device_waits.py) \
-	  tests/server/routes/test_render.py tests/end_to_end/test_general_media.py
+	  $(addprefix tests/model/test_,film.py int8_weights.py loader_rope.py media_adapters.py) tests/test_llm.py \
+	  tests/benchmarks/test_cpu.py tests/render/test_sandbox.py tests/server/routes/test_render.py tests/end_to_end/test_general_media.py
 
 # On the first NVIDIA GPU: steps that wait once, with the answers of a CPU, and the start of what a server needs.
 # Skipped by name without one.
@@ -201,6 +202,7 @@ attack: $(STAMP)
 
 soak: $(STAMP)
 	@SOAK_REQUESTS=10000 $(BIN)/python -m pytest --timeout 3600 $(addprefix tests/end_to_end/test_,soak.py counters.py look_once.py many_items.py)
+	@ACCOUNTED_REQUESTS=5000 $(BIN)/python -m pytest --timeout 3600 tests/kv/test_accounting_random.py
 	@CHAOS_KILLS=200 $(BIN)/python -m pytest --timeout 3600 tests/end_to_end/test_chaos.py
 	@LEAVING_ROUNDS=84 $(BIN)/python -m pytest --timeout 3600 -m "soak or not soak" $(addprefix tests/end_to_end/test_,voxtral_realtime.py nano_ear.py)
 	@FAULT_REQUESTS=10000 $(BIN)/python -m pytest --timeout 7200 -m soak tests/end_to_end/test_faults.py

@@ -30,6 +30,7 @@ from lookonce.render.media.resolver import MAX_SIDE_BY_SIDE
 from tests.support.drawing import ask, encoded, picture
 from tests.support.live_server import until
 from tests.support.model.adapters import another, make_adapter
+from tests.support.model.cases import ALL_MODELS
 
 GREEDY = SamplingParams(temperature=0, max_tokens=40)
 ENDLESS = SamplingParams(ignore_eos=True, max_tokens=3000)
@@ -461,6 +462,7 @@ def test_hashes_and_items_that_do_not_match_are_refused(llm):
         assert outcomes["image"][0].status == "rejected"
 
 
+@pytest.mark.skipif(not ALL_MODELS, reason="in `make test-models`")
 def test_a_chat_says_what_its_final_channel_says(folder):
     """A random model that likes markers: what is read is compared with its tokens."""
     with LLM(str(folder("gpt_oss")), max_model_len=512) as llm:

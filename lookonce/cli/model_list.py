@@ -10,8 +10,8 @@ import msgspec
 
 from lookonce.config import EMBEDDED_MODELS, Options, resolve
 from lookonce.errors import ModelLoadError
-from lookonce.frontend.model_download import WEIGHTS, with_local_model
-from lookonce.types.model import EMBEDDERS, GENERAL_MEDIA, SUPPORTED, check_served
+from lookonce.frontend.model_download import WEIGHTS, check_type_served, with_local_model
+from lookonce.types.model import EMBEDDERS, GENERAL_MEDIA, SUPPORTED
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ def held_model(name: str, folder: Path) -> HeldModel:
 
 def _state(folder: Path, config: dict[str, object]) -> str:
     try:
-        check_served(config)
+        check_type_served(config)
     except ModelLoadError as error:
         return f"not served: {error.message.splitlines()[0]}"
     if not any(any(folder.glob(pattern)) for pattern in WEIGHTS):
@@ -98,6 +98,4 @@ def pull(model: str) -> None:
     Its small files come first: a type that is not served is refused before its weights. Raises
     `ConfigError`.
     """
-    config = resolve(Options(model=model))
-    with_local_model(config, weights=False)
-    print(with_local_model(config).model.folder)
+    print(with_local_model(resolve(Options(model=model))).model.folder)

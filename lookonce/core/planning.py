@@ -61,7 +61,6 @@ class Planner:
             EncoderScheduler(state, model.unsplittable, encoder_connector),
             model.unsplittable,
             whole_prompts=model.encoder_only,
-            bidirectional_prompts=bool(model.longest_bidirectional_prompt),
             snapshots=state.snapshot_planner,
         )
         self._prefetcher = (
@@ -593,19 +592,14 @@ class Chunker:
         unsplittable: Collection[Modality],
         *,
         whole_prompts: bool = False,
-        bidirectional_prompts: bool = False,
         snapshots: SnapshotPlanner | None = None,
     ) -> None:
         """`whole_prompts`: no prompt is cut at all, nor generated tokens that follow it.
-        `bidirectional_prompts`: every token of a prompt sees all of it, so none is cut.
         `snapshots`: of a model with states."""
         self._snapshots = snapshots
         self._encoder_scheduler = encoder_scheduler
         self._unsplittable = frozenset(unsplittable)
         self._whole_prompts = whole_prompts
-        self._bidirectional_prompts = bidirectional_prompts
-        self._sees_both_ways = bool(unsplittable) or bidirectional_prompts
-        self._cuts_no_prompt = whole_prompts or bidirectional_prompts
 
     def plan(self, sequence: Sequence, step: StepPass) -> Shortage | None:
         """Schedule as much of the sequence as the step affords. Returns what is short if nothing.
@@ -614,7 +608,7 @@ class Chunker:
         """
         start = sequence.num_computed
         end = min(len(sequence.tokens), start + step.tokens)
-        least = self._whole_until(sequence) if self._cuts_no_prompt else start + 1
+        least = self._whole_until(sequence) if sequence.request.uncut else start + 1
         if sequence.request.frames is not None:
             end = min(end, sequence.request.frames.total)
         end = self._keep_whole(sequence.request.features, start, end)
@@ -664,9 +658,9 @@ class Chunker:
 
     def _bidirectional(self, request: Request, start: int, end: int) -> tuple[tuple[int, int], ...]:
         """The position ranges of unsplittable items in the chunk, or of the prompt."""
-        if not self._sees_both_ways:
+        if not (self._unsplittable or request.sees_whole_prompt):
             return ()
-        if self._bidirectional_prompts:
+        if request.sees_whole_prompt:
             length = request.num_prompt_tokens
             return ((0, length),) if start < length else ()
         features = request.features

@@ -102,10 +102,12 @@ class Request:
         "reuse_stats",
         "root_hash",
         "sampling",
+        "sees_whole_prompt",
         "sequences",
         "session",
         "stop_token_ids",
         "tenant",
+        "uncut",
         "weight",
     )
 
@@ -136,6 +138,10 @@ class Request:
         """Digest of its LoRA adapter; empty: none."""
         self.encoder_adapter = self.adapter if identity and identity.encoder_digest else b""
         """The same where it changes encoder outputs."""
+        self.sees_whole_prompt = False
+        """Every token of the prompt sees all of it; set by the validator."""
+        self.uncut = False
+        """The prompt is computed in one step; set there, too."""
         self.adapted: AdaptedKeys | None = None
         """Set there, too."""
         self.root_hash = root_hash(request.scope, self.adapter)

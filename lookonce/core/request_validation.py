@@ -55,7 +55,8 @@ class RequestValidator:
         limit = self._model.max_model_len
         if self._model.encoder_only:
             limit = min(limit, self.token_budget)
-        if whole := self._model.longest_bidirectional_prompt:
+        whole = self._model.bidirectional_limit(len(features))
+        if whole:
             limit = min(limit, self.token_budget + 1, whole + 1)
         check_prompt_capacity(len(prompt), limit + pools, self._kv_tokens)
         _check_end(features, len(prompt))
@@ -68,7 +69,9 @@ class RequestValidator:
         built = Request(request, prompt, features, items, eos_token_ids, in_order)
         built.adapted = adapted
         built.pooling = self._model.pooling
-        if self._model.longest_bidirectional_prompt:
+        built.uncut = bool(whole) or self._model.encoder_only
+        if whole:
+            built.sees_whole_prompt = True
             built.root_hash = whole_prompt_root(built.root_hash, prompt, features)
         if request.frames is not None:
             built.frames = FrameDigests()

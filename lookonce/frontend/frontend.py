@@ -116,6 +116,7 @@ async def limits_learned(client: EngineClient, renderer: Renderer) -> AsyncItera
         renderer.pools = client.model.pooling is not None
         renderer.max_model_len = client.model.max_model_len
         renderer.vocab_size = client.model.vocab_size
+        renderer.served_modalities = client.model.modalities
 
     learning = asyncio.create_task(learn())
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -13,9 +14,16 @@ import msgspec
 
 from lookonce.config import Config
 from lookonce.errors import ConfigError, ModelLoadError
-from lookonce.types.model import EMBEDDERS, check_served
+from lookonce.types.model import (
+    EMBEDDERS,
+    NEEDED_PACKAGES,
+    check_known,
+    check_served,
+    unsupported,
+)
 from lookonce.types.network import connection_error
 from lookonce.types.pooling import read_pooling
+from lookonce.types.transformers_types import known_types
 
 Json = dict[str, Any]
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -27,12 +35,15 @@ SECOND_COPIES = ["original/*", "*consolidated*.safetensors"]
 
 
 def with_local_model(config: Config, *, weights: bool = True) -> Config:
-    """The same configuration with the model's local folder, whose type is checked.
+    """The same configuration with the model's local folder; its type is checked before weights are
+    downloaded.
 
     `weights`: download the weights too. Raises `ConfigError` naming MODEL.
     """
-    folder = local_folder(config.model.folder, weights=weights)
+    folder = local_folder(config.model.folder, weights=False)
     check_type(folder, config.model.pooling)
+    if weights:
+        folder = local_folder(config.model.folder)
     return dataclasses.replace(config, model=dataclasses.replace(config.model, folder=folder))
 
 
@@ -78,6 +89,20 @@ def _is_reachable(endpoint: str) -> bool:
     return connection_error(url.hostname or "", port, HUB_SECONDS) is None
 
 
+def check_type_served(config: Json) -> None:
+    """Raises `ModelLoadError` for a config of a type that is not served, that transformers does not
+    know, or for which it needs a package that is not installed: before weights are downloaded or an
+    engine is started."""
+    check_served(config)
+    if (known := known_types()) is not None:
+        check_known(config, known)
+    model_type = str(config.get("model_type"))
+    for package, types in NEEDED_PACKAGES.items():
+        if model_type in types and find_spec(package) is None:
+            reason = f"transformers needs {package} for it (pip install {package})"
+            raise unsupported(model_type, reason)
+
+
 def check_type(folder: str, pooling: str | None = None) -> None:
     """Raises `ConfigError` for a folder of a model type that is not served, or that pools as is not
     supported. `pooling` is `--pooling`."""
@@ -86,7 +111,7 @@ def check_type(folder: str, pooling: str | None = None) -> None:
     except (OSError, msgspec.DecodeError):
         raise ConfigError("MODEL: the folder has no readable config.json") from None
     try:
-        check_served(config)
+        check_type_served(config)
         pools = read_pooling(folder, config, pooling)
     except ModelLoadError as error:
         raise ConfigError(f"MODEL: {error.message}") from None

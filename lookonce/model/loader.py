@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -34,12 +35,14 @@ from lookonce.model.int8_weights import quantize_linears
 from lookonce.model.key_rotation import key_rotation
 from lookonce.model.kv_pages import KVPages
 from lookonce.model.pooling import Head, SparseHead, make_head, make_sparse_head, pooling_info
-from lookonce.model.proof import prove, prove_media
+from lookonce.model.proof import comparison, largest, prove, prove_media
 from lookonce.model.quantized_weights import PackedWeights, unpacked_methods
 from lookonce.model.state import StatePool
 from lookonce.types.media import MediaExample, Modality
-from lookonce.types.model import MEDIA_ADAPTERS, SUPPORTED, ModelInfo, takes_media
+from lookonce.types.model import MEDIA_ADAPTERS, SUPPORTED, Comparison, ModelInfo, takes_media
 from lookonce.types.pooling import PoolingFiles, read_pooling
+
+logger = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
 """Called with (weights loaded, weights in all), from (0, all) to (all, all)."""
@@ -93,11 +96,7 @@ def load_model(
     model = _read_weights(config, family_class, dtype, declared, progress, pooling)
     digest = _weights_digest(model, raw_config)
     family = family_class(model.to(device))
-    if isinstance(family, GeneralTextFamily):
-        prove(family, dtype, device)
-    if isinstance(family, GeneralMediaFamily):
-        prove_media(family, examples() if examples else (), dtype, device)
-    info = _model_info(config, family, digest)
+    info = _model_info(config, family, digest, _compared(family, dtype, device, examples))
     if pooling is None:
         if info.encoder_only:
             raise ModelLoadError("this model generates nothing: leave out --pooling none")
@@ -112,6 +111,21 @@ def load_model(
         pools = pooling_info(pooling, head, like, encoder_only=info.encoder_only)
         info = msgspec.structs.replace(info, pooling=pools)
     return LoadedModel(model, family, info, dtype, device, head)
+
+
+def _compared(
+    family: ModelFamily, dtype: torch.dtype, device: torch.device, examples: Examples | None
+) -> Comparison | None:
+    """Compare a model that has no family of its own with transformers. Raises `ModelLoadError`
+    where they differ."""
+    if not isinstance(family, GeneralTextFamily):
+        return None
+    errors = [prove(family, dtype, device)]
+    if isinstance(family, GeneralMediaFamily):
+        errors.append(prove_media(family, examples() if examples else (), dtype, device))
+    found = comparison(family, largest(errors), dtype)
+    logger.info("compared %s with transformers: %s", family.config.model_type, found)
+    return found
 
 
 def _pooling_head(
@@ -381,7 +395,9 @@ def _weights_digest(model: Model, raw_config: Json) -> str:
     return digest.hexdigest()
 
 
-def _model_info(config: ModelConfig, family: ModelFamily, digest: str) -> ModelInfo:
+def _model_info(
+    config: ModelConfig, family: ModelFamily, digest: str, compared: Comparison | None
+) -> ModelInfo:
     return ModelInfo(
         name=config.folder,
         model_type=family.config.model_type,
@@ -394,6 +410,7 @@ def _model_info(config: ModelConfig, family: ModelFamily, digest: str) -> ModelI
         unsplittable=family.unsplittable,
         largest_unsplittable=family.largest_unsplittable,
         longest_bidirectional_prompt=family.longest_bidirectional_prompt,
+        causal_texts=family.causal_texts,
         weights_digest=digest,
         frame_shape=() if family.frame_encoder is None else family.frame_encoder.frame_shape,
         sliding_window=family.sliding_window if family.config.model_type in SUPPORTED else 0,
@@ -402,6 +419,7 @@ def _model_info(config: ModelConfig, family: ModelFamily, digest: str) -> ModelI
         encoder_decoder=family.encoder_decoder,
         encoder_only=family.encoder_only,
         state_bytes=family.states.num_bytes,
+        comparison=compared,
     )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import logging
 import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -32,6 +33,9 @@ from lookonce.model.state import StateChunk, StatePool, StepStates
 from lookonce.model.step_inputs import AttentionMetadataBuilder, StepInputs
 from lookonce.model.text_model import TextModel
 from lookonce.types.media import MODALITIES, Array, MediaExample, MediaFeature, Modality, feature_at
+from lookonce.types.model import Comparison
+
+logger = logging.getLogger(__name__)
 
 LENGTHS = (23, 37)
 CUTS = ((0, 9, 21, 22, 23), (0, 20, 35, 36, 37))
@@ -126,8 +130,8 @@ def prove_media(
     """Compare prompts with media, after `prove`; sets what of `family` depends on them.
 
     Each item is encoded alone, by the model's `get_..._features`; where that differs from
-    transformers, by its forward up to its decoder (`GeneralMediaFamily.merges`). Raises
-    `ModelLoadError` as `prove` does, if both differ.
+    transformers, by its forward up to its decoder (`GeneralMediaFamily.merges`). Where films differ
+    and pictures do not, the model takes no films. Raises `ModelLoadError` as `prove` does.
     """
     if not examples:
         raise family.unservable("there are no prompts with media to compare it on")
@@ -150,7 +154,12 @@ def prove_media(
             f"{found:.2g} of their spread"
         )
     assert refused is not None
-    raise refused
+    without = [each for each in examples if all(item.modality != "video" for _, item in each.items)]
+    if not without or len(without) == len(examples):
+        raise refused
+    found = prove_media(family, without, dtype, device)
+    logger.warning("films are not served: %s", refused.message)
+    return found
 
 
 def _media_error(
@@ -219,8 +228,34 @@ def _error_over_prompts(
     cuts = [(0, len(prompt.token_ids)) for prompt in prompts]
     with _short_windows(family, longest):
         theirs = _transformers_logits(family, prompts, device)
-        family.attend_over_prompts(max(f.length for prompt in prompts for f in prompt.features))
-        return _largest_error(_our_logits(family, prompts, cuts, dtype, device), theirs)
+        item = max(f.length for prompt in prompts for f in prompt.features)
+        family.attend_over_prompts(item)
+        found = _largest_error(_our_logits(family, prompts, cuts, dtype, device), theirs)
+        if not found <= LARGEST_ERROR[dtype]:
+            return found
+        return largest([found, _error_of_texts(family, item, dtype, device)])
+
+
+def _error_of_texts(
+    family: GeneralMediaFamily, item: int, dtype: torch.dtype, device: torch.device
+) -> float:
+    """The error of prompts without items; `family` is left attending over them, or causally.
+
+    transformers' own way depends on how it computes attention: it leaves out a mask where a layer
+    can do without one, and then does what the layer says (PaliGemma 1), and has a causal mask
+    elsewhere (PaliGemma 2).
+    """
+    prompts = [_prompt(family, length, seed) for seed, length in enumerate(LENGTHS)]
+    cuts = [(0, length) for length in LENGTHS]
+    with family.layers_as_published():
+        theirs = _transformers_logits(family, prompts, device)
+    found = math.inf
+    for causal in (False, True):
+        family.attend_over_prompts(item, causal_texts=causal)
+        found = _largest_error(_our_logits(family, prompts, cuts, dtype, device), theirs)
+        if found <= LARGEST_ERROR[dtype]:
+            break
+    return found
 
 
 def _modalities(examples: Sequence[MediaExample]) -> tuple[Modality, ...]:
@@ -433,7 +468,8 @@ def _step_inputs(
 
 def _spans_both_ways(family: GeneralTextFamily, chunk: Chunk) -> list[tuple[int, int]]:
     if isinstance(family, GeneralMediaFamily) and family.bidirectional_prompts:
-        return [(0, chunk.end)]
+        causal = family.causal_texts and not chunk.prompt.features
+        return [] if causal else [(0, chunk.end)]
     return [
         (feature.offset, feature.end)
         for feature in chunk.prompt.features
@@ -455,6 +491,25 @@ def _positions(family: GeneralTextFamily, chunks: Sequence[Chunk]) -> Tensor:
         kind(chunk.prompt.features).fill(chunk.start, part[-3:])
         parts.append(torch.from_numpy(part))
     return torch.cat(parts, 1)[:, None]
+
+
+def comparison(family: GeneralTextFamily, error: float, dtype: torch.dtype) -> Comparison:
+    """What `prove` and `prove_media` found; `error` is the largest of theirs."""
+    common: dict[str, Any] = {
+        "error": error,
+        "allowed": LARGEST_ERROR[dtype],
+        "states_by_token": family.mixes_by_token,
+        "logit_scale": family.logit_scale,
+    }
+    if not isinstance(family, GeneralMediaFamily):
+        return Comparison(**common)
+    return Comparison(
+        **common,
+        modalities=family.modalities,
+        encoder="forward" if family.merges else "features",
+        attention=family.sees_both_ways,
+        causal_texts=family.causal_texts,
+    )
 
 
 def _largest_error(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:

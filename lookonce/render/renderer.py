@@ -116,6 +116,8 @@ class Renderer:
         self.tokenizer = encoder.tokenizer
         self.max_model_len = max_model_len
         self.vocab_size = vocab_size
+        self.served_modalities: Collection[Modality] | None = None
+        """Of the family's, those that the engine serves; None until it says so."""
         self.pools = False
         """The model generates nothing, so that a prompt needs no room for an answer; may be set
         later, too."""
@@ -185,13 +187,14 @@ class Renderer:
         if self._family is not None and self.item_alone:
             named = self._family.modalities
             placeholder_ids = {each: self._family.placeholder_token_id(each) for each in named}
+        accepted = [each for each in placeholder_ids if each in self.modalities]
         large = has_many_values(messages, chosen.tools, chosen.chat_template_kwargs)
         chat = await self.in_turn_if(
             large,
             tenant,
             lambda: read_messages(
                 messages,
-                placeholder_ids,
+                accepted,
                 self._limits,
                 self.max_model_len,
                 roles,
@@ -206,7 +209,7 @@ class Renderer:
                 tenant,
                 lambda: read_messages(
                     messages,
-                    placeholder_ids,
+                    accepted,
                     self._limits,
                     self.max_model_len,
                     roles,
@@ -587,7 +590,9 @@ class Renderer:
     @property
     def modalities(self) -> tuple[Modality, ...]:
         """The media that the model takes."""
-        return () if self._family is None else self._family.modalities
+        named = () if self._family is None else self._family.modalities
+        served = self.served_modalities
+        return named if served is None else tuple(each for each in named if each in served)
 
     @property
     def template_variables(self) -> frozenset[str]:

@@ -44,6 +44,7 @@ from lookonce.server.shared_counts import SharedCounts
 from lookonce.types.counts import Counts, Values
 from lookonce.types.fair_queue import TenantWeights
 from lookonce.types.held_bytes import TenantBytes
+from lookonce.types.model import Comparison
 
 if TYPE_CHECKING:
     from lookonce.server.tracing import Tracer
@@ -337,6 +338,14 @@ class Services(Frontend):
             return None
         try:
             return self.engine.model.max_model_len
+        except NotReadyError:
+            return None
+
+    def comparison(self) -> Comparison | None:
+        """Of the model with transformers, at load; None until the engine is ready, and for a model
+        with a family of its own."""
+        try:
+            return self.engine.model.comparison
         except NotReadyError:
             return None
 

@@ -5,12 +5,60 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Collection, Iterable, Mapping
+from typing import Literal
 
 import msgspec
 
 from lookonce.errors import ModelLoadError
 from lookonce.types.media import EVERY_TOKEN, Modality
 from lookonce.types.pooling import PoolingInfo
+from lookonce.types.transformers_types import KnownTypes
+
+
+class Comparison(msgspec.Struct, frozen=True):
+    """What loading found where it compared a model that has no family of its own with transformers:
+    how far they differ, and how the model is computed so that they do not."""
+
+    error: float
+    """The largest that was found: root mean square of the difference of logits over that of the
+    logits around their mean."""
+    allowed: float
+    """A model with a larger error is refused."""
+    modalities: tuple[Modality, ...] = ()
+    encoder: Literal["features", "forward"] | None = None
+    """Rows are what the model's `get_..._features` gives, or what its own forward gives its
+    decoder; None: no media."""
+    attention: Literal["causal", "items", "items_in_windows", "prompts"] = "causal"
+    """What attends in both directions, and so is never cut by a chunk: nothing, items (in all
+    layers, or in those with a sliding window alone), or whole prompts."""
+    causal_texts: bool = False
+    """Prompts attend in both directions, but not those without media."""
+    states_by_token: bool = False
+    """Layers with a state go on after it with one token alone."""
+    logit_scale: float = 1.0
+
+    def __str__(self) -> str:
+        """In a line."""
+        parts = [f"logits differ by {self.error:.1e} of their spread ({self.allowed:g} is allowed)"]
+        if self.encoder is not None:
+            by = {"features": "its encoder alone", "forward": "its whole forward"}[self.encoder]
+            parts.append(f"{' and '.join(self.modalities)} encoded by {by}")
+        parts.append(
+            {
+                "causal": "chunks end anywhere",
+                "items": "items attend in both directions and are not cut",
+                "items_in_windows": "items attend in both directions where layers have a sliding "
+                "window, and are not cut",
+                "prompts": "prompts attend in both directions and are not cut",
+            }[self.attention]
+        )
+        if self.causal_texts:
+            parts.append("those without media attend causally")
+        if self.states_by_token:
+            parts.append("states go on by single tokens")
+        if self.logit_scale != 1.0:
+            parts.append(f"logits are scaled by {self.logit_scale:g}")
+        return "; ".join(parts)
 
 
 class ModelInfo(msgspec.Struct, frozen=True, array_like=True):
@@ -37,6 +85,8 @@ class ModelInfo(msgspec.Struct, frozen=True, array_like=True):
     """Not 0: every token of a prompt sees the whole prompt, also what follows it (PaliGemma). Then
     a prompt has at most so many tokens and one item, it is computed in one step, and its keys and
     values are reused for an equal prompt alone."""
+    causal_texts: bool = False
+    """With it: prompts without an item are as those of other models (PaliGemma 2)."""
     weights_digest: str = ""
     """Hex digest of what determines the weights: part of every external KV namespace."""
     encoder_decoder: bool = False
@@ -61,6 +111,13 @@ class ModelInfo(msgspec.Struct, frozen=True, array_like=True):
     state_bytes: int = 0
     """Bytes of a sequence's state beside keys and values (short convolutions, Mamba, linear
     attention); 0: none. Then a cached prefix can be used only up to a snapshot of the state."""
+    comparison: Comparison | None = None
+    """With transformers, at load; None for a family of its own."""
+
+    def bidirectional_limit(self, num_items: int) -> int:
+        """Most tokens of a prompt with so many items, each of whose tokens sees the whole prompt; 0
+        where tokens see what comes before them alone."""
+        return 0 if self.causal_texts and not num_items else self.longest_bidirectional_prompt
 
     @property
     def items_in_prompt(self) -> bool:
@@ -227,12 +284,12 @@ GENERAL_MEDIA: dict[str, tuple[Modality, ...]] = {
     "deepseek_vl_hybrid": ("image",),
     "emu3": ("image",),
     "ernie4_5_vl_moe": ("image",),
-    "exaone4_5": ("image",),
+    "exaone4_5": ("image", "video"),
     "fast_vlm": ("image",),
     "fun_asr_nano": ("audio",),
     "gemma3n": ("image", "audio"),
-    "gemma4": ("image", "audio"),
-    "gemma4_unified": ("image",),
+    "gemma4": ("image", "audio", "video"),
+    "gemma4_unified": ("image", "video"),
     "glm46v": ("image",),
     "glm4v": ("image",),
     "glm4v_moe": ("image",),
@@ -251,14 +308,14 @@ GENERAL_MEDIA: dict[str, tuple[Modality, ...]] = {
     "janus": ("image",),
     "kimi_k25": ("image",),
     "lfm2_vl": ("image",),
-    "lfm3_vl": ("image",),
+    "lfm3_vl": ("image", "video"),
     "lighton_ocr": ("image",),
     "llama4": ("image",),
     "llava_next": ("image",),
-    "llava_next_video": ("image",),
-    "llava_onevision": ("image",),
-    "minicpm_ocr": ("image",),
-    "minicpmv4_6": ("image",),
+    "llava_next_video": ("image", "video"),
+    "llava_onevision": ("image", "video"),
+    "minicpm_ocr": ("image", "video"),
+    "minicpmv4_6": ("image", "video"),
     "minimax_m3_vl": ("image",),
     "molmo2": ("image",),
     "moss_transcribe_diarize": ("audio",),
@@ -268,13 +325,13 @@ GENERAL_MEDIA: dict[str, tuple[Modality, ...]] = {
     "ovis2": ("image",),
     "paddleocr_vl": ("image",),
     "paligemma": ("image",),
-    "perception_lm": ("image",),
+    "perception_lm": ("image", "video"),
     "phi4_multimodal": ("image", "audio"),
     "qianfan_ocr": ("image",),
     "qwen3_asr": ("audio",),
     "step3p7": ("image",),
-    "video_llama_3": ("image",),
-    "video_llava": ("image",),
+    "video_llama_3": ("image", "video"),
+    "video_llava": ("image", "video"),
     "vipllava": ("image",),
 }
 """Types of models with media that the general family serves, each compared with transformers by
@@ -413,9 +470,11 @@ MEDIA_TOKENS: dict[Modality, tuple[str, ...]] = {
         "image_patch_id",
     ),
     "audio": ("audio_token_id", "audio_token_index", "sound_context_token_id"),
-    "video": (),
+    "video": ("video_token_id", "video_token_index"),
 }
 """Modality → names in a config of the token whose positions take encoder outputs."""
+FOUND_BY_CONFIG: tuple[Modality, ...] = ("image", "audio")
+"""What a config alone tells that a model takes; whose films are served is listed."""
 MEDIA_PARTS: dict[Modality, re.Pattern[str]] = {
     "image": re.compile(r"vision|visual|vit|vq|image"),
     "audio": re.compile(r"audio|speech|sound|acoustic|encoder"),
@@ -432,6 +491,54 @@ FILMS_AS_PICTURES: tuple[str, ...] = ("internvl",)
 rows stand at the token of pictures."""
 
 
+NEEDED_PACKAGES: dict[str, tuple[str, ...]] = {
+    "torchvision": (
+        "cohere2_vision",
+        "fast_vlm",
+        "gemma3n",
+        "gemma4_unified",
+        "kimi_k25",
+        "lfm2_vl",
+        "llama4",
+        "minicpm_ocr",
+        "minicpmv4_6",
+        "minimax_m3_vl",
+        "molmo2",
+        "muse_glimmer",
+        "nemotron_h_omni",
+        "perception_lm",
+        "phi4_multimodal",
+        "step3p7",
+    ),
+    "timm": ("fast_vlm", "gemma3n", "perception_lm"),
+    "torchaudio": ("fun_asr_nano", "granite_speech", "granite_speech_plus"),
+}
+"""Package → types of `GENERAL_MEDIA` that transformers cannot process or compute without it."""
+
+LISTED: tuple[Collection[str], ...] = (SUPPORTED, GENERAL_TEXT, GENERAL_MEDIA, EMBEDDERS)
+"""The tables of types that are served."""
+
+
+FILMS_BY_FRAME: tuple[str, ...] = (
+    "gemma4",
+    "gemma4_unified",
+    "llava_next_video",
+    "perception_lm",
+    "video_llava",
+)
+"""Types of `GENERAL_MEDIA` whose films transformers' own video processor makes, which needs
+torchvision. Their encoders take each frame by itself: it is an item."""
+WHOLE_FILMS: tuple[str, ...] = (
+    "exaone4_5",
+    "lfm3_vl",
+    "llava_onevision",
+    "minicpm_ocr",
+    "minicpmv4_6",
+    "video_llama_3",
+)
+"""The same where a film is one item: its rows depend on all frames, or on how many there are."""
+
+
 def general_modalities(config: Mapping[str, object]) -> tuple[Modality, ...]:
     """The media that the general family gives a model: those with an encoder and a token."""
     parts = [
@@ -439,11 +546,15 @@ def general_modalities(config: Mapping[str, object]) -> tuple[Modality, ...]:
     ]
     found: tuple[Modality, ...] = tuple(
         modality
-        for modality in MEDIA_TOKENS
+        for modality in FOUND_BY_CONFIG
         if _named_token(config, modality) is not None
         and any(MEDIA_PARTS[modality].search(part) for part in parts)
     )
-    return (*found, "video") if config.get("model_type") in FILMS_AS_PICTURES else found
+    kind = config.get("model_type")
+    by_processor = kind in (*FILMS_BY_FRAME, *WHOLE_FILMS)
+    if kind in FILMS_AS_PICTURES or (by_processor and _named_token(config, "video") is not None):
+        return (*found, "video")
+    return found
 
 
 def media_token(config: Mapping[str, object], modality: Modality) -> int:
@@ -456,11 +567,14 @@ def media_token(config: Mapping[str, object], modality: Modality) -> int:
     attends_with_them = "low_res_image_start_token_id" in config
     if config.get("visual_indicator_token_ids") or own_vocabulary or attends_with_them:
         return EVERY_TOKEN
-    return placeholder_token(config, "image" if modality == "video" else modality)
+    return placeholder_token(config, modality)
 
 
 def placeholder_token(config: Mapping[str, object], modality: Modality) -> int:
-    """The id of the token of a modality that a config names. Raises `KeyError` without any."""
+    """The id of the token of a modality that a config names; that of pictures for films that are
+    taken as such. Raises `KeyError` without any."""
+    if modality == "video" and config.get("model_type") in FILMS_AS_PICTURES:
+        modality = "image"
     token = _named_token(config, modality)
     if token is None:
         raise KeyError(MEDIA_TOKENS[modality][0])
@@ -504,8 +618,7 @@ def check_served(config: Mapping[str, object]) -> None:
     Types that are not listed pass: what they are is found out on loading.
     """
     model_type = str(config.get("model_type", ""))
-    tables: tuple[Collection[str], ...] = (SUPPORTED, GENERAL_TEXT, GENERAL_MEDIA, EMBEDDERS)
-    if any(model_type in table for table in tables):
+    if any(model_type in table for table in LISTED):
         return
     text = config.get("text_config")
     text_type = text.get("model_type") if isinstance(text, Mapping) else None
@@ -521,13 +634,27 @@ def check_served(config: Mapping[str, object]) -> None:
         raise unsupported(model_type, reason, like=(*SUPPORTED, *GENERAL_MEDIA))
 
 
+def check_known(config: Mapping[str, object], known: KnownTypes) -> None:
+    """Raises `ModelLoadError` for a config whose type has no family of its own, and that this
+    version of transformers does not know, or knows no text model of."""
+    model_type = str(config.get("model_type", ""))
+    if model_type in SUPPORTED or model_type in EMBEDDERS:
+        return
+    sees = bool(general_modalities(config))
+    if model_type not in known.configs:
+        reason = f"transformers {known.version} knows no such type"
+        raise unsupported(model_type, reason, like=(*SUPPORTED, *GENERAL_MEDIA) if sees else None)
+    if not sees and model_type not in known.text_models:
+        raise unsupported(model_type, "transformers knows no text model of this type")
+
+
 def unsupported(
     model_type: str, reason: str = "", *, like: Iterable[str] | None = None
 ) -> ModelLoadError:
     """What to raise for a type that is not served: why, and those of the types `like` it, of all
     where none are given, that have a similar name. Of a type that is served in general: why this
     model of it is not."""
-    listed = {*SUPPORTED, *GENERAL_TEXT, *GENERAL_MEDIA, *EMBEDDERS}
+    listed = {name for table in LISTED for name in table}
     if reason and model_type in listed:
         return ModelLoadError(f"this model of type {model_type!r} cannot be served: {reason}")
     known = listed if like is None else set(like)

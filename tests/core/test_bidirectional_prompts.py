@@ -106,6 +106,32 @@ def test_two_items_are_refused():
         engine.add(request("a", text(12), [feature("cat", 0, 4), feature("dog", 6, 4)]))
 
 
+CAUSAL_TEXTS = model_info(max_model_len=60, longest_bidirectional_prompt=LONGEST, causal_texts=True)
+
+
+@pytest.mark.parametrize("model", [MODEL, CAUSAL_TEXTS], ids=["both ways", "causal"])
+def test_texts_are_computed_as_the_model_says(model):
+    """Both ways: whole, and for equal prompts alone. Causally: in chunks, beside prompts with items
+    that are not cut, found again by prompts that begin alike, and as long as any."""
+    engine = Engine(Limits(num_blocks=24, max_num_batched_tokens=20, model=model))
+    engine.add(about("picture", LONGEST))
+    for name, length in (("first", 12), ("longer", 15)):
+        engine.add(request(name, text(length)))
+        engine.run()
+    assert engine.reuse_stats["first"].prefix_cached_tokens == 0
+    shared = engine.reuse_stats["longer"].prefix_cached_tokens
+    assert shared == (12 if model.causal_texts else 0)
+    long = request("long", text(40))
+    if model.causal_texts:
+        engine.add(long)
+        engine.run()
+        assert engine.tokens["long", 0]
+    else:
+        with pytest.raises(TooLargeError, match=f"takes at most {LONGEST}"):
+            engine.add(long)
+    engine.assert_all_free()
+
+
 def test_live_sessions_are_refused():
     engine = Engine(LIMITS)
     with pytest.raises(BadRequestError, match="no live sessions"):

@@ -16,7 +16,7 @@ from tests.support.drawing import ask, picture
 from tests.support.live_server import LiveServer, until
 from tests.support.model.adapters import PROJECTIONS, another, make_adapter
 
-CHANGES = 6
+CHANGES = 4
 TEXT = [{"role": "user", "content": "Tell me about red circles"}]
 SQUARE, CIRCLE = picture(("red", "square")), picture(("blue", "circle"))
 

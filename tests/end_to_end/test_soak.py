@@ -1,7 +1,7 @@
 """The processor cache under load between real processes: no failure, and both sides stay equal.
 
 `make soak` sends more requests (`SOAK_REQUESTS` says how many), and has one and two API processes
-use each type of cache.
+use each type of cache; two of them are also in test_chaos.py.
 """
 
 from __future__ import annotations
@@ -86,7 +86,8 @@ def test_nothing_fails_nothing_is_sent_again_and_both_sides_end_equal(media, cac
         assert found["mm_slab_bytes"] <= 2 * quarter_bytes()
 
 
-@pytest.mark.parametrize("cache_type", ["shm", "lru"] if IN_SOAK else ["lru"])
+@pytest.mark.skipif(not IN_SOAK, reason="in `make soak`")
+@pytest.mark.parametrize("cache_type", ["shm", "lru"])
 def test_two_api_processes_share_one_store(media, cache_type):
     requests = plans(media, NUM_REQUESTS // 5, seed=4)
     with small_server(2, cache_type) as server:

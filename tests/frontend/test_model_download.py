@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
+import transformers
 from huggingface_hub.errors import LocalEntryNotFoundError
 from huggingface_hub.utils import filter_repo_objects
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from lookonce.config import Options, resolve
 from lookonce.errors import ConfigError
 from lookonce.frontend import model_download as hub
+from lookonce.types.model import GENERAL_MEDIA, NEEDED_PACKAGES
+from lookonce.types.transformers_types import known_types
 
 
 def test_a_folder_stays_where_it_is(tmp_path):
@@ -25,6 +33,20 @@ def test_a_hub_id_becomes_the_folder_of_its_files_and_keeps_its_name(tmp_path, m
     config = hub.with_local_model(resolve(Options(model="org/model")))
     assert config.model.folder == str(tmp_path)
     assert config.model.served_name == "org/model"
+
+
+def test_weights_of_a_type_that_is_not_served_are_not_fetched(tmp_path, monkeypatch):
+    fetched: list[list[str]] = []
+
+    def hub_of_one_model(repo_id: str, *, allow_patterns: list[str], **_: object) -> str:
+        fetched.append(allow_patterns)
+        return str(tmp_path)
+
+    (tmp_path / "config.json").write_text('{"model_type": "qwen9"}')
+    monkeypatch.setattr("huggingface_hub.snapshot_download", hub_of_one_model)
+    with pytest.raises(ConfigError, match="qwen9"):
+        hub.with_local_model(resolve(Options(model="org/model")))
+    assert fetched == [hub.SMALL_FILES]
 
 
 @pytest.mark.parametrize("weights", [True, False])
@@ -86,6 +108,9 @@ def test_a_folder_without_readable_config_is_a_mistake_in_an_option(tmp_path, co
         ("{}", "lookonce models"),
         ('{"model_type": "electra"}', "its decoder cannot be run"),
         ('{"model_type": "qwen2_vl_next", "vision_config": {}}', "did you mean qwen2_vl"),
+        ('{"model_type": "qwen9"}', "knows no such type (did you mean qwen"),
+        ('{"model_type": "qwen9_vl", "image_token_id": 5, "vision_config": {}}', "qwen2_vl"),
+        ('{"model_type": "vits"}', "transformers knows no text model of this type"),
     ],
 )
 def test_a_type_that_is_not_served_is_refused_with_the_reason(tmp_path, content, words):
@@ -93,3 +118,44 @@ def test_a_type_that_is_not_served_is_refused_with_the_reason(tmp_path, content,
     with pytest.raises(ConfigError, match="MODEL: models of type") as raised:
         hub.with_local_model(resolve(Options(model=str(tmp_path))))
     assert words in raised.value.message
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_a_type_that_needs_a_package_says_so_before_anything_starts(
+    tmp_path, monkeypatch, installed
+):
+    content = '{"model_type": "llama4", "image_token_index": 5, "vision_config": {}}'
+    (tmp_path / "config.json").write_text(content)
+    monkeypatch.setattr(hub, "find_spec", lambda _: object() if installed else None)
+    if installed:
+        hub.check_type(str(tmp_path))
+        return
+    with pytest.raises(ConfigError, match=r"needs torchvision for it \(pip install torchvision\)"):
+        hub.check_type(str(tmp_path))
+
+
+def test_the_types_that_need_a_package_are_types_that_are_served():
+    named = {name for types in NEEDED_PACKAGES.values() for name in types}
+    assert named < {*GENERAL_MEDIA}
+
+
+def test_the_types_of_transformers_are_read_without_importing_it():
+    """Its own tables say the same."""
+    known = known_types()
+    assert known is not None
+    assert known.version == transformers.__version__
+    assert known.configs == set(CONFIG_MAPPING_NAMES)
+    assert known.text_models == set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def test_an_unknown_type_costs_one_line_and_no_engine(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "qwen9"}')
+    started = [sys.executable, "-X", "importtime", "-m", "lookonce", "serve", str(tmp_path)]
+    ended = subprocess.run(started, capture_output=True, text=True, check=False, timeout=60)
+    said = [line for line in ended.stderr.splitlines() if not line.startswith("import time:")]
+    assert ended.returncode == 2
+    assert len(said) == 1
+    assert "'qwen9' are not supported: transformers" in said[0]
+    assert "knows no such type (did you mean qwen" in said[0]
+    imported = {line.split("|")[-1].strip() for line in ended.stderr.splitlines()}
+    assert not imported & {"torch", "transformers"}

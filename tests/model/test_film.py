@@ -11,25 +11,39 @@ import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForMultimodalLM
+from transformers.utils import is_torchvision_available
 
 from lookonce.config import ModelConfig
+from lookonce.errors import TooLargeError
 from lookonce.model.input_batch import MropePositions
 from lookonce.model.loader import load_model
+from lookonce.render.families.film import FilmInfo, plain_film
+from lookonce.render.families.registry import load_family
 from lookonce.types.media import MediaFeature
+from lookonce.types.model import (
+    FILMS_BY_FRAME,
+    GENERAL_MEDIA,
+    WHOLE_FILMS,
+    general_modalities,
+)
 from lookonce.types.request import RenderedPrompt
-from tests.support.model.cases import Case
+from tests.support.model.cases import ALL_MODELS, Case
 from tests.support.model.chats import PoolInProcess, make_renderer
-from tests.support.model.films import film_part, film_reference
+from tests.support.model.films import VIDEO_TYPES, film_part, film_reference
 from tests.support.model.serving import (
     Subject,
     assert_parity,
     compare,
     expected_answers,
     load_general,
+    missing_library,
     serve,
 )
 
-KINDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "media:internvl", "qwen3_omni")
+KINDS = (
+    *("qwen2_5_vl", "qwen3_vl", "media:internvl", "qwen3_omni"),
+    *(("qwen2_vl", "qwen3_5") if ALL_MODELS else ()),
+)
 FILMS = ((0, 1, 2, 3, 4), (2, 3, 4, 5), (0, 1, 2, 3, 4, 5, 6, 7))
 """A film with an odd number of frames; a window of it that moved on; a longer cut."""
 FPS = 2.0
@@ -130,6 +144,79 @@ def test_a_film_whose_time_reaches_beyond_the_text_after_it(folder):
     expected = expected_answers(path, loaded.info, cases)
     assert served.stats["prefix_cache_hits_total"] > 0
     assert_parity(served, [expected[0]] * 30 + [expected[1]])
+
+
+def test_films_through_video_processors_are_listed():
+    assert set(VIDEO_TYPES) == {*FILMS_BY_FRAME, *WHOLE_FILMS}
+    assert all("video" in GENERAL_MEDIA[name] for name in VIDEO_TYPES)
+    named = {"model_type": "gemma4", "vision_config": {}, "image_token_id": 5}
+    assert general_modalities(named) == ("image",)
+    assert general_modalities({**named, "video_token_id": 6}) == ("image", "video")
+
+
+@pytest.fixture(scope="module", params=VIDEO_TYPES if ALL_MODELS else VIDEO_TYPES[:1])
+def watching(request, folder) -> Subject:
+    """Of a type without a family of its own, whose films transformers' video processor makes."""
+    if not is_torchvision_available() or missing_library(request.param):
+        pytest.skip("it needs torchvision, or timm")
+    path = folder(f"media:{request.param}")
+    loaded, pool = load_general(path), PoolInProcess(path)
+    cases = [film_case(path, numbers, pool, 0.7) for numbers in FILMS]
+    return Subject(loaded, cases, expected_answers(path, loaded.info, cases))
+
+
+@pytest.mark.parametrize("budget", [80, 512])
+def test_films_of_video_processors_change_no_token(watching, budget):
+    """At a rate other than the one that loading compared them at."""
+    for case in watching.cases:
+        assert case.token_ids.tolist() == case.reference["input_ids"][0].tolist()
+    served = serve(watching.loaded, [*watching.cases, watching.cases[0]], budget=budget)
+    assert served.stats["prefix_cache_hits_total"] > 0
+    assert_parity(served, [*watching.expected, watching.expected[0]])
+
+
+def test_frames_of_video_processors_in_another_order_are_another_film(watching):
+    """Negative control: the film's frames turned round."""
+    first, path = watching.cases[0], Path(watching.loaded.info.name)
+    other = film_case(path, FILMS[0][::-1], PoolInProcess(path), 0.7)
+    if other.token_ids.tolist() != first.token_ids.tolist():
+        pytest.skip("this model leaves out parts of frames that are as those before")
+    wrong = Case(first.token_ids, other.features, other.items, first.reference)
+    served = serve(watching.loaded, [wrong], budget=512)
+    assert compare(served.answers, watching.expected[:1]).max_logit_error > 1e-3
+
+
+def test_a_film_is_looked_at_frame_by_frame_where_frames_are_encoded_alone(watching):
+    """A window that moved on makes only new frames; a whole film is made anew."""
+    path = Path(watching.loaded.info.name)
+    renderer = make_renderer(path, PoolInProcess(path))
+    first, moved = (rendered(renderer, numbers) for numbers in (range(4), range(1, 5)))
+    assert [item.outcome for item in first.items] == ["miss"] * len(first.items)
+    by_frame = watching.loaded.info.model_type in FILMS_BY_FRAME
+    expected = ["hit"] * 3 + ["miss"] if by_frame else ["miss"]
+    assert [item.outcome for item in moved.items] == expected
+    assert sum(item.num_frames or 0 for item in moved.items) == 4
+
+
+def test_a_whole_film_with_more_pixels_than_a_worker_holds_is_refused(watching):
+    path = Path(watching.loaded.info.name)
+    family = load_family(path, "float32")
+    large = FilmInfo(20, 1.0, 3000, 2000, chosen=True)
+    if watching.loaded.info.model_type in FILMS_BY_FRAME:
+        assert len(family.film_layout(large, {}, 768).items) == 20
+        return
+    with pytest.raises(TooLargeError, match="20 frames of 3000 x 2000"):
+        family.film_layout(large, {}, 768)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [({}, 8), ({"num_frames": 5}, 5), ({"fps": 0.5}, 10), ({"do_sample_frames": False}, 100)],
+)
+def test_frames_of_a_file_are_taken_evenly_from_the_first_on(options, expected):
+    """The rule of transformers' `BaseVideoProcessor.sample_frames`."""
+    found = plain_film(FilmInfo(100, 5.0, 90, 60), {}, options, 768)
+    assert found == torch.arange(0, 100, 100 / expected).int().tolist()
 
 
 def rendered(renderer, numbers: Sequence[int]) -> RenderedPrompt:

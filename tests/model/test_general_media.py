@@ -11,10 +11,12 @@ import math
 import os
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from msgspec.structs import replace
 from torch import nn
+from transformers.utils import is_torchvision_available
 
 from lookonce.config import MediaConfig, ModelConfig
 from lookonce.errors import BadRequestError, LookOnceError, ModelLoadError
@@ -24,6 +26,7 @@ from lookonce.model.input_batch import NumberedPictures
 from lookonce.model.loader import load_model
 from lookonce.model.proof import _cuts_inside, largest, prove_media
 from lookonce.render.families.arrays import int64_array
+from lookonce.render.families.general import GeneralProcessing
 from lookonce.render.families.registry import FAMILIES as RENDER_FAMILIES
 from lookonce.render.families.registry import load_family, media_examples
 from lookonce.render.media.external_items import item_from_arrays
@@ -32,6 +35,7 @@ from lookonce.render.media.worker import load_decoders, warm_up
 from lookonce.render.prompt.encoder import ChatOptions, load_encoder
 from lookonce.types.media import EVERY_TOKEN, Expansion, MediaExample
 from lookonce.types.model import (
+    FILMS_AS_PICTURES,
     GENERAL_MEDIA,
     SUPPORTED,
     UNSERVABLE,
@@ -39,13 +43,15 @@ from lookonce.types.model import (
     check_served,
     unsupported,
 )
-from tests.support.model.cases import picture
+from tests.support.model.cases import MAX_LOGIT_ERROR, Case, picture
 from tests.support.model.chats import render
 from tests.support.model.copies import copied
 from tests.support.model.serving import (
     Subject,
     assert_parity,
     blocks_for_preemption,
+    compare,
+    expected_answers,
     load_general,
     missing_library,
     serve,
@@ -121,8 +127,12 @@ def test_a_refused_type_is_not_told_to_be_itself():
 def test_the_media_are_those_that_are_listed(subject):
     info = subject.loaded.info
     takes = GENERAL_MEDIA[info.model_type]
+    if info.model_type not in FILMS_AS_PICTURES and not is_torchvision_available():
+        takes = tuple(each for each in takes if each != "video")
     has_ears = getattr(subject.loaded.family.config, "audio_config", True) is not None
-    assert info.modalities == takes if has_ears else info.modalities == ("image",)
+    if not has_ears:
+        takes = tuple(each for each in takes if each != "audio")
+    assert info.modalities == takes
 
 
 def least_budget(subject: Subject) -> int:
@@ -207,6 +217,29 @@ def assert_refused(family, examples, reason: str = "logits differ") -> None:
         prove_media(family, examples, torch.float32, torch.device("cpu"))
 
 
+@pytest.mark.parametrize(
+    ("kind", "encoder", "attention"),
+    [
+        ("media:internvl", "features", "causal"),
+        ("media:cosmos3_omni", "forward", "causal"),
+        ("media:paligemma", "features", "prompts"),
+        ("text:granite", None, "causal"),
+    ],
+)
+def test_what_was_found_is_kept_and_logged(folder, caplog, kind, encoder, attention):
+    """In one line; `/server_info` shows it."""
+    with caplog.at_level("INFO", "lookonce.model.loader"):
+        info = load_general(folder(kind)).info
+    found = info.comparison
+    assert found is not None
+    assert 0 < found.error < 1e-4 < found.allowed
+    assert (found.encoder, found.attention) == (encoder, attention)
+    assert found.modalities == info.modalities
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line == f"compared {info.model_type} with transformers: {found}"
+    assert f"differ by {found.error:.1e}" in line
+
+
 def test_the_comparison_passes_without_a_fault(proven):
     assert prove_media(*proven, torch.float32, torch.device("cpu")) < 1e-4
 
@@ -241,6 +274,32 @@ def test_rows_in_another_order_are_found(proven, monkeypatch):
     family, examples = proven
     monkeypatch.setattr(family, "encode", Reversed(family.encode))
     assert_refused(family, examples)
+
+
+def test_films_that_differ_are_not_served_and_pictures_are(proven, monkeypatch, caplog):
+    family, examples = proven
+    encode = family.encode
+
+    def wrong_films(modality, items):
+        rows = encode(modality, items)
+        return [each.flip(0) for each in rows] if modality == "video" else rows
+
+    with monkeypatch.context() as patch:
+        patch.setattr(family, "encode", wrong_films)
+        assert prove_media(family, examples, torch.float32, torch.device("cpu")) < 1e-4
+    assert family.modalities == ("image",)
+    assert "films are not served: this model of type 'internvl'" in caplog.text
+    prove_media(family, examples, torch.float32, torch.device("cpu"))
+    assert family.modalities == ("image", "video")
+
+
+def test_films_that_no_prompt_can_be_made_of_are_not_served(folder, monkeypatch, caplog):
+    def refuse(self, frames):
+        raise ModelLoadError("no film")
+
+    monkeypatch.setattr(GeneralProcessing, "_film_example", refuse)
+    assert load_general(folder("media:internvl")).info.modalities == ("image",)
+    assert "films are not served" in caplog.text
 
 
 def test_rows_of_another_number_are_found(proven, monkeypatch):
@@ -362,6 +421,7 @@ def without_own(monkeypatch):
 def test_pictures_that_attend_both_ways_are_not_cut(folder, without_own, monkeypatch):
     loaded, examples = without_own(folder("gemma3"))
     assert loaded.info.unsplittable == ("image",)
+    assert loaded.info.comparison.attention == "items"
     assert loaded.info.largest_unsplittable == loaded.family.config.mm_tokens_per_image
     with monkeypatch.context() as patch:
         patch.setattr("lookonce.model.proof._cuts_outside", _cuts_inside)
@@ -401,6 +461,27 @@ def test_prompts_that_attend_both_ways_are_found(folder, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr("lookonce.model.proof._error_over_prompts", lambda *_: math.inf)
         assert_refused(family, examples)
+
+
+@pytest.mark.parametrize("kind", ["paligemma", "paligemma-gemma"])
+def test_texts_without_a_picture_are_read_as_transformers_reads_them(folder, kind):
+    """PaliGemma 2 causally. PaliGemma 1 both ways: its layers say that they are not causal, and
+    transformers makes them no mask. Budgets that cut them where that changes nothing."""
+    path = folder(f"media:{kind}")
+    loaded = load_general(path)
+    assert loaded.info.causal_texts == (kind == "paligemma")
+    texts = [np.arange(5, 5 + length, dtype=np.int64) for length in (9, 30, 20)]
+    cases = [
+        Case(ids.astype(np.int32), (), {}, {"input_ids": torch.from_numpy(ids)[None]})
+        for ids in texts
+    ]
+    budget = 16 if loaded.info.causal_texts else 40
+    served = serve(loaded, cases, budget=budget)
+    expected = expected_answers(path, loaded.info, cases)
+    assert_parity(served, expected)
+    other_way = replace(loaded.info, causal_texts=not loaded.info.causal_texts)
+    wrong = serve(loaded, cases, budget=40, info=other_way)
+    assert compare(wrong.answers, expected).max_logit_error > 10 * MAX_LOGIT_ERROR
 
 
 def test_a_prompt_is_no_longer_than_the_shortest_window(folder):

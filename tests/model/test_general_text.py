@@ -27,7 +27,6 @@ SAMPLE = (
     "cohere2",  # sliding windows in some layers, scaled logits, parallel residuals
     "deepseek_v3",  # keys wider than values, experts
     "gpt2",  # learned positions
-    "granite",  # scaled embeddings, residuals and logits
     "olmo3",  # sliding windows, norms after the layers
     "phi",  # part of each head rotated, biases
 )

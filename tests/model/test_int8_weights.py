@@ -18,6 +18,7 @@ from lookonce.model.int8_weights import Int8Linear, Int8Weight, linear, quantize
 from lookonce.model.native import compiled
 from lookonce.model.native.decoder import DecodeInputs, NativeDecoder
 from tests.support.model.builds import VARIANTS, in_use
+from tests.support.model.cases import ALL_MODELS
 from tests.support.model.copies import copied, load
 from tests.support.model.serving import (
     answers_of,
@@ -103,7 +104,9 @@ def test_each_row_is_rounded_to_its_own_scale() -> None:
     assert (found.values.abs().amax(1)[weight.abs().amax(1) > 0] == 127).all()
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2_5_vl", "gemma2", "text:lfm2"])
+@pytest.mark.parametrize(
+    "kind", ["llama", "qwen2_5_vl", *(["gemma2", "text:lfm2"] if ALL_MODELS else [])]
+)
 def test_answers_are_hugging_face_s_with_the_same_weights(folder, kind: str) -> None:
     subject = make_subject(folder(kind))
     ours = load(folder(kind), quantize="int8")

@@ -3,6 +3,7 @@ batch end before they change."""
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from lookonce.errors import ModelLoadError
+from tests.support.model.cases import ALL_MODELS
 from tests.support.model.copies import copied, load
 from tests.support.model.serving import NUM_TOKENS, compare, make_subject, serve
 
@@ -73,8 +75,12 @@ def test_gemma3_states_what_its_stretched_layers_reach(scaled):
     assert loaded.info.max_model_len == 2048
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "qwen2_5_vl"])
-@pytest.mark.parametrize("name", ["linear", "yarn"])
+STRETCHED = [("llama", "linear"), ("qwen3", "yarn"), ("qwen2_5_vl", "yarn")]
+if ALL_MODELS:
+    STRETCHED = list(itertools.product(("llama", "qwen3", "qwen2_5_vl"), ("linear", "yarn")))
+
+
+@pytest.mark.parametrize(("kind", "name"), STRETCHED)
 def test_beyond_the_original_length_answers_are_hugging_face_s(scaled, kind, name):
     scaling = {"type": name, "factor": 64.0}
     if name == "yarn":

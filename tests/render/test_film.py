@@ -167,6 +167,17 @@ def test_the_shapes_of_a_film(part):
         read_messages(content, ("image",), {"image": 1})
 
 
+def test_films_that_the_engine_does_not_serve_are_refused(folder):
+    """It found that they differ from transformers'; until it says so, the renderer takes them."""
+    renderer = make_renderer(folder("media:internvl"))
+    messages = [{"role": "user", "content": [film_part([1, 2])]}]
+    assert asyncio.run(renderer.render_chat(messages)).items
+    renderer.served_modalities = ("image",)
+    assert renderer.modalities == ("image",)
+    with pytest.raises(BadRequestError, match="the model takes no video"):
+        asyncio.run(renderer.render_chat(messages))
+
+
 @pytest.mark.parametrize(
     ("body", "message"),
     [

@@ -47,6 +47,7 @@ from lookonce.render.media.sandbox import (
     filter_program,
 )
 from tests.support.documents import line, pdf, red_circle
+from tests.support.model.cases import ALL_MODELS
 from tests.support.render.hostile_worker import ATTACKS
 from tests.support.render.samples import picture
 
@@ -300,7 +301,10 @@ class TestDecodingInTheSandbox:
             assert got.value.message == expected.value.message
 
 
-@pytest.mark.parametrize("kind", ["media:internvl", "qwen2_5_vl", "voxtral"])
+OTHERS = ("media:internvl", *(("qwen2_5_vl", "voxtral") if ALL_MODELS else ()))
+
+
+@pytest.mark.parametrize("kind", OTHERS)
 def test_processors_of_other_families_work_in_the_sandbox(folder, kind: str) -> None:
     path = folder(kind)
     confined, here = Confined(path), Processing(settings(path))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 
+import msgspec
 import openai
 import pytest
 
@@ -12,6 +13,7 @@ from lookonce.errors import BadRequestError
 from lookonce.frontend.tools.calls import Function
 from lookonce.frontend.tools.formats import choose_dialect
 from lookonce.frontend.tools.function_fields import read_functions
+from lookonce.types.model import Comparison
 from tests.support.server.site import events
 
 HEADER = "x-lookonce-warning"
@@ -335,6 +337,17 @@ def test_operators_routes_of_other_servers_answer(on_site):
         assert (await site.client.get("/load")).json() == {"server_load": 3}
         info = (await site.client.get("/server_info")).json()
         assert info["config"]["model"]["served_name"] == "recital"
+        assert info["comparison"] is None
+
+    on_site(scenario)
+
+
+def test_server_info_shows_how_the_model_was_compared(on_site):
+    async def scenario(site):
+        found = Comparison(2e-7, 1e-3, ("image",), "features", "items")
+        site.engine.model = msgspec.structs.replace(site.engine.model, comparison=found)
+        shown = (await site.client.get("/server_info")).json()["comparison"]
+        assert msgspec.convert(shown, Comparison) == found
 
     on_site(scenario)
 

@@ -140,6 +140,11 @@ class ModelFamily:
         return 0
 
     @property
+    def causal_texts(self) -> bool:
+        """Whether that is so of prompts with an item alone."""
+        return False
+
+    @property
     def longest_sequence(self) -> int | None:
         """Most tokens of a sequence, where the config has another name for it than usual."""
         return None

@@ -12,10 +12,10 @@ import dataclasses
 import inspect
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -44,7 +44,7 @@ from lookonce.model.attention.probe import PROBE_TOKENS, probe_metadata, probe_p
 from lookonce.model.families.base import Model, ModelFamily, Tensors
 from lookonce.model.state import StateObserver, has_states
 from lookonce.types.media import MediaExample, Modality
-from lookonce.types.model import MEDIA_TOKENS, media_token, num_axes, unsupported
+from lookonce.types.model import FILMS_AS_PICTURES, MEDIA_TOKENS, media_token, num_axes, unsupported
 
 FORWARD_ERRORS = (
     AssertionError,
@@ -199,9 +199,8 @@ AUTO_CLASSES = (AutoModelForMultimodalLM, AutoModelForSeq2SeqLM)
 ENCODERS: dict[Modality, str] = {
     "image": "get_image_features",
     "audio": "get_audio_features",
-    "video": "get_image_features",
+    "video": "get_video_features",
 }
-"""Films are taken as pictures here (`FILMS_AS_PICTURES`)."""
 TOKEN_TYPES = "token_type_ids"
 """How arguments end that say of each token what kind it is."""
 DEEPER = re.compile(r"deepstack_\w+")
@@ -223,6 +222,9 @@ class GeneralMediaFamily(GeneralTextFamily):
         self._in_windows = False
         self.bidirectional_prompts = False
         """Whether every token of a prompt sees the whole prompt (PaliGemma)."""
+        self._causal_texts = False
+        self._not_causal: list[Any] = []
+        """Modules of layers that transformers takes as not causal where it has no mask."""
         self.merges = False
         """Whether rows are taken from the decoder's inputs."""
         self._deeper = DeeperRows()
@@ -235,7 +237,7 @@ class GeneralMediaFamily(GeneralTextFamily):
         else:
             self.position_axes = 3 if num_axes(text.to_dict()) else 1
         if getattr(text, "use_bidirectional_attention", None) is True:
-            _attend_causally(model.get_decoder())
+            self._not_causal = _attend_causally(model.get_decoder())
         super().__init__(model)
 
     @classmethod
@@ -264,6 +266,7 @@ class GeneralMediaFamily(GeneralTextFamily):
         that none does."""
         self.unsplittable, self._largest_unsplittable = modalities, num_tokens
         self._in_windows, self.bidirectional_prompts = in_windows, False
+        self._causal_texts = False
         numbers = range(self.num_layers) if self.layer_numbers is None else self.layer_numbers
         attention = dict(zip(numbers, self._attention, strict=True))
         for module in self.decoder.modules():
@@ -271,10 +274,35 @@ class GeneralMediaFamily(GeneralTextFamily):
                 unlimited = attention[layer].call.sliding_window is None
                 setattr(module, CAUSAL_LAYER, in_windows and unlimited)
 
-    def attend_over_prompts(self, num_tokens: int) -> None:
-        """Every token of a prompt sees the whole prompt. Items have at most `num_tokens`."""
+    def attend_over_prompts(self, num_tokens: int, *, causal_texts: bool = False) -> None:
+        """Every token of a prompt sees the whole prompt; with `causal_texts` not of one without an
+        item. Items have at most `num_tokens`."""
         self.attend_both_ways((), num_tokens)
-        self.bidirectional_prompts = True
+        self.bidirectional_prompts, self._causal_texts = True, causal_texts
+
+    @contextmanager
+    def layers_as_published(self) -> Iterator[None]:
+        """In this block layers say that they are not causal where they say so in transformers."""
+        for module in self._not_causal:
+            module.is_causal = False
+        try:
+            yield
+        finally:
+            for module in self._not_causal:
+                module.is_causal = True
+
+    @property
+    def causal_texts(self) -> bool:
+        return self._causal_texts
+
+    @property
+    def sees_both_ways(self) -> Literal["causal", "items", "items_in_windows", "prompts"]:
+        """What attends to itself in both directions."""
+        if self.bidirectional_prompts:
+            return "prompts"
+        if not self.unsplittable:
+            return "causal"
+        return "items_in_windows" if self._in_windows else "items"
 
     @property
     def longest_bidirectional_prompt(self) -> int:
@@ -396,7 +424,8 @@ class GeneralMediaFamily(GeneralTextFamily):
         return self._media_tokens[modality]
 
     def _encoder(self, modality: Modality) -> Any:
-        name = ENCODERS[modality]
+        as_picture = modality == "video" and self.config.model_type in FILMS_AS_PICTURES
+        name = ENCODERS["image" if as_picture else modality]
         for holder in (getattr(self.model, "model", None), self.model):
             if hasattr(holder, name):
                 return getattr(holder, name)
@@ -419,12 +448,18 @@ def _select_blocks(select: Callable[..., Tensor], *args: Any, **kwargs: Any) -> 
     return None if in_paged_forward() else select(*args, **kwargs)
 
 
-def _attend_causally(decoder: Any) -> None:
+def _attend_causally(decoder: Any) -> list[Any]:
     """Layers that say they are not causal, because prompts see all of themselves, are called as
-    others are: which tokens see more is found by comparing (`attend_over_prompts`)."""
-    for module in decoder.modules():
-        if getattr(module, "is_causal", True) is False and hasattr(module, "layer_idx"):
-            module.is_causal = True
+    others are: which tokens see more is found by comparing (`attend_over_prompts`). Returns what
+    was changed."""
+    changed = [
+        module
+        for module in decoder.modules()
+        if getattr(module, "is_causal", True) is False and hasattr(module, "layer_idx")
+    ]
+    for module in changed:
+        module.is_causal = True
+    return changed
 
 
 class _DecoderReachedError(Exception):

@@ -31,13 +31,8 @@ from lookonce.model.families.qwen3_5 import Qwen3_5Family
 from lookonce.model.families.qwen3_vl import Qwen3VLFamily
 from lookonce.model.families.voxtral import VoxtralFamily
 from lookonce.model.families.voxtral_realtime import VoxtralRealtimeFamily
-from lookonce.types.model import (
-    GENERAL_MEDIA,
-    SUPPORTED,
-    check_served,
-    general_modalities,
-    unsupported,
-)
+from lookonce.types.model import check_known, check_served, general_modalities
+from lookonce.types.transformers_types import KnownTypes
 
 FAMILIES: dict[str, type[ModelFamily]] = {
     model_type: family
@@ -65,6 +60,11 @@ FAMILIES: dict[str, type[ModelFamily]] = {
 }
 
 
+KNOWN = KnownTypes(
+    transformers.__version__, CONFIG_MAPPING_NAMES, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+)
+
+
 def family_for(config: Mapping[str, object]) -> type[ModelFamily]:
     """The family of a Hugging Face config. Raises `ModelLoadError` that lists what is supported."""
     model_type = str(config.get("model_type", ""))
@@ -73,12 +73,5 @@ def family_for(config: Mapping[str, object]) -> type[ModelFamily]:
     if model_type in FAMILIES:
         return FAMILIES[model_type]
     check_served(config)
-    if model_type not in CONFIG_MAPPING_NAMES:
-        like = (*SUPPORTED, *GENERAL_MEDIA) if general_modalities(config) else None
-        reason = f"transformers {transformers.__version__} knows no such type"
-        raise unsupported(model_type, reason, like=like)
-    if general_modalities(config):
-        return GeneralMediaFamily
-    if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        raise unsupported(model_type, "transformers knows no text model of this type")
-    return GeneralTextFamily
+    check_known(config, KNOWN)
+    return GeneralMediaFamily if general_modalities(config) else GeneralTextFamily

@@ -391,5 +391,19 @@ def picture_film(info: FilmInfo, config: Json, options: Options, most: int) -> l
     return evenly(total / count / 2, total, count)
 
 
+def plain_film(info: FilmInfo, config: Json, options: Options, most: int) -> list[int]:
+    """The frames of a film by the rule of transformers' video processors that have none of their
+    own: as many as are asked for, evenly from the first one on."""
+    asked = sampling(config, info, options, None)
+    total = info.num_frames
+    if not asked.sample:
+        return all_frames(total, most)
+    if asked.fps is not None:
+        count = int(total / info.fps * asked.fps)
+    else:
+        count = asked.num_frames or PICTURE_FRAMES
+    return evenly(0, total, max(1, min(count, total, most)))
+
+
 def _number(value: object, default: int) -> int:
     return value if isinstance(value, int) else default

@@ -7,19 +7,20 @@ beside token ids is the item's arrays. Nothing is known of an item before it is 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from importlib.metadata import version
 from importlib.util import find_spec
 from itertools import groupby
-from typing import Any
+from typing import Any, TypedDict, cast
 
 import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 from PIL import Image
 
-from lookonce.errors import ModelLoadError, UnprocessableMediaError
+from lookonce.errors import ModelLoadError, TooLargeError, UnprocessableMediaError
 from lookonce.render.families.arrays import Arrays, float_array, refuse_arrays, stored_array
 from lookonce.render.families.base import (
     NO_ADDITIONS,
@@ -35,6 +36,7 @@ from lookonce.render.families.film import (
     FilmLayout,
     film_options,
     picture_film,
+    plain_film,
 )
 from lookonce.render.families.processor_files import (
     ProcessorFiles,
@@ -50,9 +52,11 @@ from lookonce.types.media import (
     ProcessedItem,
 )
 from lookonce.types.model import (
+    FILMS_BY_FRAME,
     ONE_IN_A_PROMPT,
     ONE_SOUND_IN_A_PROMPT,
     SOUNDS_BESIDE_PICTURES,
+    WHOLE_FILMS,
     general_modalities,
     has_axes,
     media_token,
@@ -64,10 +68,13 @@ TOKEN_TYPES = "token_type_ids"
 """How the names end of what a processor says of each token of the prompt."""
 MODALITY_TYPES = "mm_token_type_ids"
 """How those end that say which tokens are of pictures."""
-ARGUMENTS: dict[Modality, str] = {"image": "images", "audio": "audio", "video": "images"}
+ARGUMENTS: dict[Modality, str] = {"image": "images", "audio": "audio", "video": "videos"}
+MOST_PIXELS = 1 << 26
+"""Of all frames of a film that is one item, three bytes each: a media worker holds them at once."""
 LONGEST_SOUND = 30.0
 """Seconds; the window of Whisper's extractor, which cuts what is longer without an error."""
 EXAMPLE_PICTURES = ((128, 60), (70, 90), (128, 60))
+EXAMPLE_FPS = 3.0
 EXAMPLE_SECONDS = (0.9, 1.6, 0.9)
 """Two are of one size, so that only their contents tell them apart."""
 
@@ -82,6 +89,8 @@ PICTURE_ARGUMENT = "image_pixel_values"
 """What the forward of these types is given for pictures; it looks whether there are any by this
 alone."""
 NO_OPTIONS: dict[str, object] = {}
+Given = Decoded | NDArray[np.uint8]
+"""What transformers' processor gets of an item; of a film its frames in one array."""
 PLACEHOLDERS: dict[str, dict[Modality, str]] = {
     "gemma3": {"image": "<start_of_image>"},
     "gemma3n": {"image": "<image_soft_token>", "audio": "<audio_soft_token>"},
@@ -92,6 +101,14 @@ PLACEHOLDERS: dict[str, dict[Modality, str]] = {
 processor_config.json name."""
 TEXT_AROUND: dict[str, tuple[str, str]] = {"gemma3": ("\n\n", "\n\n"), "gemma3n": ("\n\n", "\n\n")}
 """Type → texts that its processor adds before and after an item, which may merge with others."""
+FILM_TEXTS: dict[str, Callable[[int, Sequence[float]], str]] = {
+    "gemma4": lambda number, times: " " * bool(number) + _clock(times[number]) + " ",
+    "gemma4_unified": lambda number, times: " " * bool(number) + _clock(times[number]) + " ",
+    "lfm3_vl": lambda number, times: f"<{(times[0] + times[:2][-1]) / 2:.1f} seconds>",
+    "video_llama_3": lambda number, times: f"Time {times[0]:.1f}s:",
+}
+"""Type → the text that its processor writes before item `number` of a film whose frames are at
+these seconds. It may merge with the text before it, so it is no part of the item."""
 WRAPPED: tuple[str, ...] = ("hunyuan_vl",)
 """Types whose processor wants an item's placeholder between two tokens, which templates write."""
 ADDITIONS: dict[str, PromptAdditions] = {
@@ -133,17 +150,20 @@ class GeneralProcessing(ProcessorFamily):
         if files.config.get("model_type") in ONE_SOUND_IN_A_PROMPT:
             self.max_of = {"audio": 1}
         self._tokenizer = ProcessorTokenizer(files)
+        kind = files.config.get("model_type")
+        self._by_frame = kind in FILMS_BY_FRAME
+        self._videos = self._by_frame or kind in WHOLE_FILMS
+        """Whether films go through transformers' video processor, not that of pictures."""
+        film = self._tokenizer.find(FILM_PLACEHOLDER)
+        if (find_spec("torchvision") if self._videos else film) is None:
+            self.modalities = tuple(each for each in self.modalities if each != "video")
         self._tokens = {
-            modality: placeholder_token(files.config, _encoded_as(modality))
-            for modality in self.modalities
+            modality: placeholder_token(files.config, modality) for modality in self.modalities
         }
         self._placeholders = {
             modality: self._find_placeholder(modality) for modality in self._tokens
         }
-        film = self._tokenizer.find(FILM_PLACEHOLDER)
-        if film is None:
-            self.modalities = tuple(each for each in self.modalities if each != "video")
-        elif "video" in self._placeholders:
+        if "video" in self._placeholders and film is not None and not self._videos:
             self._placeholders["video"] = film
         self._has_axes = has_axes(files.config.get("text_config") or {})
         self._around = TEXT_AROUND.get(str(files.config.get("model_type")), ("", ""))
@@ -151,6 +171,12 @@ class GeneralProcessing(ProcessorFamily):
             sound = files.feature_extractor
             self.sampling_rate = int(sound.get("sampling_rate", 16000))
             self.max_audio_seconds = LONGEST_SOUND
+
+    def gives_up_films(self) -> bool:
+        """Take no films from now on; whether any were taken."""
+        taken = self.modalities
+        self.modalities = tuple(each for each in taken if each != "video")
+        return self.modalities != taken
 
     def placeholder_token_id(self, modality: Modality) -> int:
         return self._placeholders[modality]
@@ -184,13 +210,43 @@ class GeneralProcessing(ProcessorFamily):
         return BESIDE_PICTURES if listed and modality == "audio" and "image" in modalities else {}
 
     def film_layout(self, info: FilmInfo, options: Options, most_frames: int) -> FilmLayout:
-        """A picture for each frame, without tiles; text between them says which it is."""
+        """A picture for each frame, without tiles; text between them says which it is. Or what
+        transformers' video processor makes of the film, or of each frame."""
+        if self._videos:
+            return self._video_layout(info, options, most_frames)
         frames = picture_film(info, self.files.video_processor, options, most_frames)
         items = [
             FilmItem((frame,), (f"{NEWLINE if number else ''}Frame{number + 1}: ",))
             for number, frame in enumerate(frames)
         ]
         return FilmLayout(tuple(items), {"width": info.width, "height": info.height})
+
+    def _video_layout(self, info: FilmInfo, options: Options, most_frames: int) -> FilmLayout:
+        """What the processor writes between the frames of a whole film depends on their times,
+        which are part of its identity then."""
+        frames = plain_film(info, self.files.video_processor, options, most_frames)
+        size: Options = {"width": info.width, "height": info.height}
+        if self._by_frame:
+            texts = self._film_texts(frames, info.fps, len(frames))
+            items = [
+                FilmItem((frame,), (text,) if text else ())
+                for frame, text in zip(frames, texts, strict=True)
+            ]
+            return FilmLayout(tuple(items), size)
+        if len(frames) * info.width * info.height > MOST_PIXELS:
+            raise TooLargeError(
+                f"the film has {len(frames)} frames of {info.width} x {info.height}; this model "
+                f"looks at whole films, of {MOST_PIXELS // 1_000_000} million pixels at most"
+            )
+        (text,) = self._film_texts(frames, info.fps, 1)
+        chosen = {**size, **_chosen(frames, info.fps, info.num_frames)}
+        return FilmLayout((FilmItem(tuple(frames), (text,) if text else ()),), chosen)
+
+    def _film_texts(self, indices: Sequence[int], fps: float, num_items: int) -> list[str]:
+        """What stands before each item of a film, of which these frames are looked at."""
+        times = [index / fps for index in indices]
+        write = FILM_TEXTS.get(str(self.files.config.get("model_type")))
+        return [write(number, times) if write else "" for number in range(num_items)]
 
     def fingerprint(self) -> bytes:
         torch = [version(name) for name in ("torch", "torchvision") if find_spec(name)]
@@ -230,16 +286,22 @@ class GeneralProcessing(ProcessorFamily):
 
     def process(self, modality: Modality, decoded: Decoded, options: Options) -> ProcessedItem:
         """The processor's arrays as it gives them for a prompt of this item's placeholder."""
-        given: Decoded = decoded[0] if isinstance(decoded, tuple) else decoded
-        given_options = PICTURE_OF_FILM if modality == "video" else {}
+        given: Given = decoded[0] if isinstance(decoded, tuple) else decoded
+        written, given_options, text = modality, NO_OPTIONS, ""
+        if modality == "video" and self._videos:
+            assert isinstance(decoded, tuple)
+            chosen = _chosen([0], 1.0, 1) if self._by_frame else cast("ChosenFrames", options)
+            given, given_options = _film_of(decoded), _film_options([(decoded, chosen)])
+            (text,) = self._film_texts(chosen["indices"], chosen["fps"], 1)
+        elif modality == "video":
+            written, given_options = "image", PICTURE_OF_FILM
         try:
-            text = self._wrapped(_encoded_as(modality))
-            ids, found = self._run(text, {modality: [given]}, given_options)
+            ids, found = self._run(self._wrapped(written), {written: [given]}, given_options)
         except (ArithmeticError, LookupError, TypeError, ValueError) as error:
             raise UnprocessableMediaError(
                 f"the model's processor refuses the {modality} ({type(error).__name__})"
             ) from error
-        own = self._own_tokens(modality, ids)
+        own = self._own_tokens(written, ids, text)
         arrays = {
             name: value
             for name, value in found.items()
@@ -266,17 +328,22 @@ class GeneralProcessing(ProcessorFamily):
 
         Raises `ModelLoadError` where an item's tokens in a prompt are not those that it has alone.
         """
-        media = {modality: _example_media(modality, self) for modality in self.modalities}
-        films = media.pop("video", [])
+        assert self._processor is not None  # with which it is known whether films are taken
+        media = {
+            modality: _example_media(modality, self, videos=self._videos)
+            for modality in self.modalities
+        }
+        films = [] if self._videos else media.pop("video", [])
         several = {each: self.max_items is None and each not in self.max_of for each in media}
-        for modality, (first, second, _) in media.items():
+        for modality, (_, *neighbours) in media.items():
             if several[modality]:
-                self._check_neighbours(modality, [first, second])
+                self._check_neighbours(modality, neighbours)
         orders: list[list[tuple[Modality, int]]] = []
         for modality in media:
             orders.append([(modality, 0)])
+            together = (0, 1, 2) if modality != "video" else (1, 2, 1)  # of one number of frames
             orders.append(
-                [(modality, number) for number in ((0, 1, 2) if several[modality] else (1,))]
+                [(modality, number) for number in (together if several[modality] else (1,))]
             )
         if len(media) > 1:
             orders.append([(modality, 1) for modality in media])
@@ -298,23 +365,22 @@ class GeneralProcessing(ProcessorFamily):
             ids += items[-1][1].expansion.token_ids()
         ids += self._encoded("\nand what? ")
         placeholder = self._wrapped("image")
-        _, arrays = self._run(placeholder * len(frames), {"video": frames}, PICTURE_OF_FILM)
+        _, arrays = self._run(placeholder * len(frames), {"image": frames}, PICTURE_OF_FILM)
         return MediaExample(tuple(ids), tuple(items), arrays)
 
     def _example(self, media: Sequence[tuple[Modality, Decoded]]) -> MediaExample:
         before, after = self._around
         text = written = "Look\n"
         given: dict[Modality, list[Decoded]] = {}
+        beside = {modality for modality, _ in media}
+        waiting: list[ProcessedItem] = []
         for number, (modality, decoded) in enumerate(media):
             placeholder, following = self._wrapped(modality), f"\nand {number} what? "
+            texts, items_of_it = self._items_of_example(modality, decoded, beside)
+            waiting += items_of_it
             text += placeholder + following
-            written += before + placeholder + after + following
+            written += before + "".join(each + placeholder for each in texts) + after + following
             given.setdefault(modality, []).append(decoded)
-        beside = {modality for modality, _ in media}
-        waiting = [
-            self.process(modality, decoded, self.options_beside(modality, beside))
-            for modality, decoded in media
-        ]
         written = self._completed(written)
         ids: list[int] = []
         items: list[tuple[int, ProcessedItem]] = []
@@ -324,32 +390,50 @@ class GeneralProcessing(ProcessorFamily):
                 ids += items[-1][1].expansion.token_ids()
             else:
                 ids.append(token)
-        theirs, arrays = self._run(text, given)
+        theirs, arrays = self._run_media(text, given)
         if theirs != ids:
             raise ModelLoadError(
                 "its processor gives an item other tokens in a prompt than it gives it alone"
             )
         return MediaExample(tuple(ids), tuple(items), arrays)
 
+    def _items_of_example(
+        self, modality: Modality, decoded: Decoded, beside: Collection[Modality] = ()
+    ) -> tuple[list[str], list[ProcessedItem]]:
+        """The items of a picture, a sound or a film, and what stands before each, beside the texts
+        around the whole."""
+        if modality != "video" or not isinstance(decoded, tuple):
+            return [""], [self.process(modality, decoded, self.options_beside(modality, beside))]
+        chosen = _example_film(decoded)
+        parts = [(frame,) for frame in decoded] if self._by_frame else [decoded]
+        texts = self._film_texts(chosen["indices"], chosen["fps"], len(parts))
+        return texts, [self.process("video", part, {**chosen}) for part in parts]
+
     def _check_neighbours(self, modality: Modality, decoded: list[Decoded]) -> None:
         """Two items without text between them have the tokens that each has alone."""
         before, after = self._around
-        written = self._completed((before + self._wrapped(modality) + after) * len(decoded))
-        waiting = [self.process(modality, each, {}).expansion for each in decoded]
+        placeholder, written = self._wrapped(modality), ""
+        waiting: list[ProcessedItem] = []
+        for each in decoded:
+            texts, items = self._items_of_example(modality, each)
+            waiting += items
+            written += before + "".join(text + placeholder for text in texts) + after
         ids: list[int] = []
-        for token in self._encoded(written):
-            placeholder = waiting and token == self._placeholders[modality]
-            ids += waiting.pop(0).token_ids() if placeholder else [token]
-        found, _ = self._run(self._wrapped(modality) * 2, {modality: decoded})
+        for token in self._encoded(self._completed(written)):
+            is_placeholder = waiting and token == self._placeholders[modality]
+            ids += waiting.pop(0).expansion.token_ids() if is_placeholder else [token]
+        found, _ = self._run_media(placeholder * len(decoded), {modality: decoded})
         if found != ids and not any(self._around):
             raise ModelLoadError("its processor gives neighbouring items other tokens")
 
-    def _own_tokens(self, modality: Modality, ids: list[int]) -> slice:
-        """Where an item's tokens are among those that the processor gives for it alone."""
+    def _own_tokens(self, modality: Modality, ids: list[int], text: str = "") -> slice:
+        """Where an item's tokens are among those that the processor gives for it alone; it writes
+        `text` before them."""
         before, after = self._around
-        placeholder = self._wrapped(_encoded_as(modality))
+        before += text
+        placeholder = self._wrapped(modality)
         alone = self._encoded(self._completed(before + placeholder + after))
-        at = alone.index(self._placeholders[_encoded_as(modality)])
+        at = alone.index(self._placeholders[modality])
         first, rest = alone[:at], alone[at + 1 :]
         if ids[:at] == first and ids[len(ids) - len(rest) :] == rest:
             return slice(at, len(ids) - len(rest))
@@ -360,10 +444,23 @@ class GeneralProcessing(ProcessorFamily):
         additions = self.additions.in_words(self._processor.tokenizer.special_tokens_map)
         return additions.complete(text, [self._placeholder(each) for each in self._tokens])
 
+    def _run_media(
+        self, text: str, media: Mapping[Modality, Sequence[Decoded]]
+    ) -> tuple[list[int], dict[str, Array]]:
+        """`_run` of a prompt with pictures, sounds and whole films."""
+        films = [film for film in media.get("video", ()) if isinstance(film, tuple)]
+        if not films:
+            return self._run(text, media)
+        given: dict[Modality, Sequence[Given]] = {**media}
+        given["video"] = [_film_of(film) for film in films]
+        return self._run(
+            text, given, _film_options([(film, _example_film(film)) for film in films])
+        )
+
     def _run(
         self,
         text: str,
-        media: Mapping[Modality, Sequence[Decoded]],
+        media: Mapping[Modality, Sequence[Given]],
         options: Mapping[str, object] = NO_OPTIONS,
     ) -> tuple[list[int], dict[str, Array]]:
         """The token ids and arrays that the processor makes of a prompt."""
@@ -379,14 +476,14 @@ class GeneralProcessing(ProcessorFamily):
     def _processed(
         self,
         text: str,
-        media: Mapping[Modality, Sequence[Decoded]],
+        media: Mapping[Modality, Sequence[Given]],
         options: Mapping[str, object],
         *,
         nested: bool,
     ) -> dict[str, Any]:
         given: dict[str, Any] = dict(options)
         for modality, items in media.items():
-            several = nested and modality != "audio"
+            several = nested and modality == "image"
             given[ARGUMENTS[modality]] = [list(items)] if several else list(items)
         if self._has_axes:
             given["return_mm_token_type_ids"] = True  # the model finds positions by them
@@ -412,7 +509,8 @@ class GeneralProcessing(ProcessorFamily):
 
     def _grid(self, modality: Modality, arrays: Arrays) -> tuple[int, int, int] | None:
         """Of pictures whose processor states a grid of patches: the same in merged patches."""
-        stated = arrays.get("image_grid_thw")
+        films = modality == "video" and self._videos
+        stated = arrays.get("video_grid_thw" if films else "image_grid_thw")
         if modality == "audio" or stated is None or stated.shape != (1, 3):
             return None
         time, height, width = np.frombuffer(stated.data, stated.dtype).tolist()
@@ -422,16 +520,71 @@ class GeneralProcessing(ProcessorFamily):
 
     @cached_property
     def _processor(self) -> Any:
+        """Without the part for films where transformers cannot make that."""
+        if self._videos and "video" in self.modalities:
+            with suppress(ModelLoadError):
+                return full_processor(self.files, films=True)
+            self.gives_up_films()
         return full_processor(self.files)
 
 
-def _encoded_as(modality: Modality) -> Modality:
-    """Films are taken as pictures."""
-    return "image" if modality == "video" else modality
+def _film_of(frames: Sequence[Image.Image]) -> NDArray[np.uint8]:
+    """[frames, height, width, 3], as transformers takes decoded films."""
+    return np.stack([np.asarray(frame.convert("RGB")) for frame in frames])
 
 
-def _example_media(modality: Modality, family: ProcessorFamily) -> list[Decoded]:
+class ChosenFrames(TypedDict):
+    """Which frames of a film are looked at, as transformers' video processors are told."""
+
+    fps: float
+    total: int
+    """Frames of the film."""
+    indices: Sequence[int]
+
+
+def _chosen(indices: Sequence[int], fps: float, total: int) -> ChosenFrames:
+    return {"fps": float(fps), "total": total, "indices": indices}
+
+
+def _example_film(frames: Sequence[Image.Image]) -> ChosenFrames:
+    """Every other frame of a film is looked at."""
+    return _chosen(list(range(0, 2 * len(frames), 2)), EXAMPLE_FPS, 2 * len(frames))
+
+
+def _film_options(
+    films: Sequence[tuple[Sequence[Image.Image], ChosenFrames]],
+) -> dict[str, object]:
+    """What transformers' processor is told of films whose frames are chosen already."""
+    return {
+        "do_sample_frames": False,
+        "video_metadata": [
+            {
+                "total_num_frames": chosen["total"],
+                "fps": chosen["fps"],
+                "frames_indices": chosen["indices"],
+                "width": frames[0].width,
+                "height": frames[0].height,
+            }
+            for frames, chosen in films
+        ],
+    }
+
+
+def _clock(seconds: float) -> str:
+    """Minutes and seconds."""
+    return f"{int(seconds // 60):02d}:{int(seconds % 60):02d}"
+
+
+def _example_media(modality: Modality, family: ProcessorFamily, *, videos: bool) -> list[Decoded]:
     random = np.random.default_rng(0)
+    if modality == "video" and videos:
+        return [
+            tuple(
+                Image.fromarray(random.integers(0, 256, (60, 90, 3), dtype=np.uint8))
+                for _ in range(count)
+            )
+            for count in (3, 4, 4)
+        ]
     if modality != "audio":
         return [
             Image.fromarray(random.integers(0, 256, (height, width, 3), dtype=np.uint8))

@@ -203,11 +203,11 @@ def whisper_feature_extractor(config: Json) -> Any:
     return module.WhisperFeatureExtractor.from_dict(dict(config))
 
 
-def full_processor(files: ProcessorFiles) -> Any:
+def full_processor(files: ProcessorFiles, *, films: bool = False) -> Any:
     """transformers' processor of the folder: tokenizer, picture processor, feature extractor.
 
-    The part for films needs torchvision, and nothing here uses it: it is left out, except where the
-    processor cannot be made without it. Raises `ModelLoadError` where transformers has no processor
+    The part for films needs torchvision: without `films` it is left out, except where the processor
+    cannot be made without it. Raises `ModelLoadError` where transformers has no processor
     for this type, or not without torchvision.
     """
     import transformers
@@ -218,14 +218,14 @@ def full_processor(files: ProcessorFiles) -> Any:
         base = getattr(transformers, str(named), None)
         if base is None:
             base = PROCESSOR_MAPPING[type(_ours(transformers.AutoConfig, files))]
-        kind = _without_films(base)
-        parts = [_part(name, files) for name in kind.get_attributes()]
+        kind = base if films else _without_films(base)
+        parts = [_part(name, files, films=films) for name in kind.get_attributes()]
         settings, _ = kind.get_processor_dict(files.folder)
         try:
             return kind.from_args_and_dict(parts, settings)
         except AttributeError:  # it reads settings of the part for films (MiniCPM-V)
-            films = _ours(transformers.AutoVideoProcessor, files)
-            parts = [films if part is None else part for part in parts]
+            watching = _ours(transformers.AutoVideoProcessor, files)
+            parts = [watching if part is None else part for part in parts]
             return base.from_args_and_dict(parts, settings)
     except (ImportError, KeyError, OSError, TypeError, ValueError, AttributeError) as error:
         raise ModelLoadError(f"transformers cannot build its processor ({error})") from error
@@ -236,11 +236,11 @@ def _ours(kind: Any, files: ProcessorFiles, **options: Any) -> Any:
     return kind.from_pretrained(files.folder, trust_remote_code=False, **options)
 
 
-def _part(name: str, files: ProcessorFiles) -> Any:
+def _part(name: str, files: ProcessorFiles, *, films: bool) -> Any:
     import transformers
 
     if name == "video_processor":
-        return None
+        return _ours(transformers.AutoVideoProcessor, files) if films else None
     if name == "tokenizer":
         return _ours(transformers.AutoTokenizer, files)
     if name == "image_processor":

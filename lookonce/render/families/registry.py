@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 from lookonce.errors import ModelLoadError, UnprocessableMediaError
@@ -25,6 +26,8 @@ from lookonce.render.families.voxtral import VoxtralProcessing
 from lookonce.render.families.voxtral_realtime import VoxtralRealtimeProcessing
 from lookonce.types.media import MediaExample
 from lookonce.types.model import check_served, general_modalities, unsupported
+
+logger = logging.getLogger(__name__)
 
 FAMILIES: dict[str, type[ProcessorFamily]] = {
     model_type: family
@@ -73,6 +76,18 @@ def media_examples(folder: str | Path, dtype: str) -> tuple[MediaExample, ...]:
     family = load_family(folder, dtype)
     if not isinstance(family, GeneralProcessing):
         return ()
+    try:
+        return _examples_of(family)
+    except ModelLoadError as error:
+        if not family.gives_up_films():
+            raise
+        found = _examples_of(family)
+        logger.warning("films are not served: %s", error.message)
+        return found
+
+
+def _examples_of(family: GeneralProcessing) -> tuple[MediaExample, ...]:
+    """Raises `ModelLoadError`."""
     model_type = str(family.files.config["model_type"])
     try:
         return family.examples()

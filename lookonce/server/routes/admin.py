@@ -20,6 +20,7 @@ from lookonce.server.audit import audit
 from lookonce.server.http.body import receive
 from lookonce.server.http.responses import json_response
 from lookonce.server.services import Principal, Services
+from lookonce.types.model import Comparison
 
 METRICS_TYPE = "text/plain; version=1.0.0; charset=utf-8"
 STARTED = int(time.time())
@@ -99,16 +100,20 @@ async def load(request: Request) -> Response:
 
 
 async def server_info(request: Request) -> Response:
-    """The version and the configuration, without keys and passwords. Needs an admin key."""
+    """The version, the configuration without keys and passwords, and how far the model was found to
+    differ from transformers. Needs an admin key."""
     services: Services = request.app.state.services
     principal: Principal = request.state.principal
     principal.require_admin()
-    return json_response(ServerInfo(__version__, public_config(services.config)))
+    shown = public_config(services.config)
+    return json_response(ServerInfo(__version__, shown, services.comparison()))
 
 
 class ServerInfo(msgspec.Struct):
     version: str
     config: dict[str, Any]
+    comparison: Comparison | None
+    """None while the model loads, and for one with a family of its own."""
 
 
 SECRET = frozenset({"api_keys", "username", "password", "limits", "secret"})

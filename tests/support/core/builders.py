@@ -100,6 +100,7 @@ def model_info(
     encoder_only: bool = False,
     state_bytes: int = 0,
     longest_bidirectional_prompt: int = 0,
+    causal_texts: bool = False,
 ) -> ModelInfo:
     return ModelInfo(
         name="fake",
@@ -116,6 +117,7 @@ def model_info(
         encoder_only=encoder_only,
         state_bytes=state_bytes,
         longest_bidirectional_prompt=longest_bidirectional_prompt,
+        causal_texts=causal_texts,
     )
 
 

@@ -319,7 +319,7 @@ class FakeRunner:
         whole = [f for f in touched if f.modality in self.unsplittable]
         require(all(f.end <= end for f in whole), "an unsplittable item is not cut")
         spans = tuple((f.offset, f.end) for f in whole)
-        if self.limits.model.longest_bidirectional_prompt:
+        if self.limits.model.bidirectional_limit(len(sequence.features)):
             length = sequence.num_prompt_tokens
             require(end >= length, "a prompt whose tokens see all of it is not cut")
             spans = ((0, length),) if chunk.start < length else ()

@@ -16,12 +16,17 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
-from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer
+from transformers import AutoConfig, AutoImageProcessor, AutoProcessor, AutoTokenizer
 
 from tests.support.render import hugging_face
 
 Json = dict[str, Any]
 WIDTH, HEIGHT = 90, 60
+VIDEO_TYPES = (
+    *("exaone4_5", "gemma4", "gemma4_unified", "lfm3_vl", "llava_next_video", "llava_onevision"),
+    *("minicpm_ocr", "minicpmv4_6", "perception_lm", "video_llama_3", "video_llava"),
+)
+"""Types without a family of their own whose films go through transformers' video processor."""
 OMNI = "qwen3_omni_moe_thinker"
 
 
@@ -98,7 +103,34 @@ def film_reference(
     pictures = [Image.open(io.BytesIO(frame(number))).convert("RGB") for number in numbers]
     if kind == "internvl":
         return _internvl(folder, before, pictures, after)
+    if kind in VIDEO_TYPES:
+        return _by_processor(folder, before, pictures, after, fps)
     return _qwen(folder, kind, before, pictures, after, fps)
+
+
+def _by_processor(
+    folder: Path, before: str, pictures: list[Image.Image], after: str, fps: float
+) -> dict[str, torch.Tensor]:
+    """As transformers' whole processor has it, with torchvision."""
+    metadata = {
+        "total_num_frames": len(pictures),
+        "fps": fps,
+        "frames_indices": list(range(len(pictures))),
+        "width": WIDTH,
+        "height": HEIGHT,
+    }
+    asked = hugging_face.model_type(folder) in hugging_face.ASKED_FOR_KINDS
+    kinds = {"return_mm_token_type_ids": True} if asked else {}
+    found = AutoProcessor.from_pretrained(folder)(
+        text=[_text(folder, before, after)],
+        videos=[np.stack([np.asarray(picture) for picture in pictures])],
+        video_metadata=[metadata],
+        do_sample_frames=False,
+        add_special_tokens=False,
+        return_tensors="pt",
+        **kinds,
+    )
+    return {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
 
 
 def _text(folder: Path, before: str, after: str) -> str:

@@ -6,6 +6,7 @@ import dataclasses
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -17,7 +18,6 @@ from peft import PeftModel
 from PIL import Image
 from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, AutoModelForSeq2SeqLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
-from transformers.utils import is_timm_available, is_torchaudio_available, is_torchvision_available
 
 from lookonce.config import ModelConfig, SchedulerConfig
 from lookonce.core.block_pool import BlockPool
@@ -36,7 +36,12 @@ from lookonce.model.runner import Runner
 from lookonce.model.step_inputs import StepInputs
 from lookonce.render.families.registry import media_examples
 from lookonce.types.media import Modality
-from lookonce.types.model import ONE_IN_A_PROMPT, ONE_SOUND_IN_A_PROMPT, ModelInfo
+from lookonce.types.model import (
+    NEEDED_PACKAGES,
+    ONE_IN_A_PROMPT,
+    ONE_SOUND_IN_A_PROMPT,
+    ModelInfo,
+)
 from lookonce.types.request import GenerateRequest, PromptLogprob
 from lookonce.types.sampling import SamplingParams
 from lookonce.types.step import StepPlan, StepResult
@@ -49,14 +54,6 @@ NEAR_TIE = 1e-4
 """Logit gap between the two best tokens below which two computations may differ."""
 
 TEXT = "Tell me about this please "
-NEED_TIMM = ("fast_vlm", "gemma3n", "perception_lm")
-NEED_TORCHVISION = (
-    *("cohere2_vision", "gemma4_unified", "kimi_k25", "lfm2_vl", "llama4", "minicpm_ocr"),
-    *("minicpmv4_6", "minimax_m3_vl", "molmo2", "muse_glimmer", "nemotron_h_omni", "step3p7"),
-    "phi4_multimodal",
-    *NEED_TIMM,
-)
-NEED_TORCHAUDIO = ("fun_asr_nano", "granite_speech", "granite_speech_plus")
 NEED_PICTURES = ("paligemma",)
 """Types whose processor takes no prompt without one."""
 PlanEdit = Callable[[StepPlan], StepPlan]
@@ -129,13 +126,8 @@ def make_general_subject(folder: Path) -> Subject:
 
 def missing_library(model_type: str) -> str | None:
     """A library that transformers needs for a type with media and that is not installed."""
-    if model_type in NEED_TORCHVISION and not is_torchvision_available():
-        return "torchvision"
-    if model_type in NEED_TIMM and not is_timm_available():
-        return "timm"
-    if model_type in NEED_TORCHAUDIO and not is_torchaudio_available():
-        return "torchaudio"
-    return None
+    needed = (package for package, types in NEEDED_PACKAGES.items() if model_type in types)
+    return next((package for package in needed if find_spec(package) is None), None)
 
 
 def load_general(folder: Path, **options: Any) -> LoadedModel:

@@ -140,6 +140,8 @@ class FolderKind:
     preprocessor: Callable[[Scale], Json] | None = None
     processor: Json = field(default_factory=dict)
     """Content of processor_config.json."""
+    video: Json = field(default_factory=dict)
+    """Content of video_preprocessor_config.json."""
     last_specials: tuple[str, ...] = ()
     """Special tokens whose ids lie behind the scale's vocabulary."""
     adds_bos: bool = False

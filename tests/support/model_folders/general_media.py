@@ -55,6 +55,8 @@ def _kind(
     *,
     image: str = "",
     audio: str = "",
+    video: str = "<video>",
+    films: Json | None = None,
     specials: tuple[str, ...] = (),
     roles: Mapping[str, str] | None = None,
     preprocessor: Json,
@@ -63,14 +65,15 @@ def _kind(
     **processor_fields: Any,
 ) -> FolderKind:
     """A kind whose config is `model_type`'s, made of `parts`. `processor`: its class' name, without
-    `Processor`, with the fields of its file."""
+    `Processor`, with the fields of its file; `films`: that of its video processor."""
     tokens = tuple(token for token in (image, audio) if token)
     return FolderKind(
         specials=(*CHATML, *tokens, *specials),
         roles={**QWEN_ROLES, **(roles or {})},
-        template=TEMPLATE.replace("IMAGE", image).replace("AUDIO", audio),
+        template=TEMPLATE.replace("IMAGE", image).replace("AUDIO", audio).replace("<video>", video),
         config=lambda scale, ids: _config(model_type, parts(scale, ids)),
         preprocessor=lambda _: preprocessor,
+        video=films or {},
         processor={"processor_class": f"{processor}Processor", **processor_fields},
         adapters=adapters or {},
     )
@@ -1206,6 +1209,7 @@ def _gemma4_kind(parts: Parts) -> FolderKind:
         parts,
         image="<|image|>",
         audio="<|audio|>",
+        video="<|video|>",
         specials=("<|image>", "<image|>", "<|video|>", "<|audio>", "<audio|>"),
         roles={
             "image_token": "<|image|>",
@@ -1361,6 +1365,7 @@ MEDIA_KINDS: dict[str, FolderKind] = {
     "video_llama_3": _kind(
         "video_llama_3",
         _video_llama_3,
+        video="<|video_pad|>",
         image="<|image_pad|>",
         specials=QWEN_VISION,
         preprocessor=_grid_pixels("VideoLlama3", temporal_patch_size=1),
@@ -1378,6 +1383,7 @@ MEDIA_KINDS: dict[str, FolderKind] = {
     "exaone4_5": _kind(
         "exaone4_5",
         _exaone,
+        video="<|video_pad|>",
         image="<|image_pad|>",
         specials=QWEN_VISION,
         preprocessor=_grid_pixels("Qwen2VL"),
@@ -1623,6 +1629,7 @@ MEDIA_KINDS: dict[str, FolderKind] = {
     "perception_lm": _kind(
         "perception_lm",
         _perception_lm,
+        video="<|video|>",
         image="<|image|>",
         specials=("<|video|>",),
         roles={"image_token": "<|image|>", "video_token": "<|video|>"},
@@ -1662,6 +1669,7 @@ MEDIA_KINDS: dict[str, FolderKind] = {
     "lfm3_vl": _kind(
         "lfm3_vl",
         _lfm3_vl,
+        video="<|video_pad|>",
         image="<|image_pad|>",
         specials=QWEN_VISION,
         preprocessor=_grid_pixels("Qwen2VL"),
@@ -1670,6 +1678,7 @@ MEDIA_KINDS: dict[str, FolderKind] = {
     "minicpmv4_6": _kind(
         "minicpmv4_6",
         _minicpmv4_6,
+        video="<|video_pad|>",
         image="<|image_pad|>",
         specials=("<|video_pad|>", *MINICPM_MARKS.values()),
         roles={
@@ -1683,6 +1692,7 @@ MEDIA_KINDS: dict[str, FolderKind] = {
     "minicpm_ocr": _kind(
         "minicpm_ocr",
         _minicpm_ocr,
+        video="<|video_pad|>",
         image="<|image_pad|>",
         specials=("<|video_pad|>", *MINICPM_MARKS.values()),
         roles={
@@ -1716,6 +1726,7 @@ MEDIA_KINDS: dict[str, FolderKind] = {
     "gemma4_unified": _kind(
         "gemma4_unified",
         _gemma4_unified,
+        video="<|video|>",
         image="<|image|>",
         specials=(*("<|image>", "<image|>", "<|video|>", "<|audio|>", "<|audio>", "<audio|>"),),
         roles={
@@ -1801,6 +1812,12 @@ MEDIA_KINDS: dict[str, FolderKind] = {
         specials=("<video>",),
         roles={"image_token": "<image>", "video_token": "<video>"},
         preprocessor=LLAVA_NEXT,
+        films={
+            "video_processor_type": "LlavaNextVideoVideoProcessor",
+            "size": {"shortest_edge": 28},
+            "crop_size": _square(28),
+            **HALF_STATS,
+        },
         processor="LlavaNextVideo",
         patch_size=14,
         num_additional_image_tokens=1,

@@ -62,6 +62,8 @@ def make_folder(
         _write_json(target / "preprocessor_config.json", chosen.preprocessor(sizes))
     if chosen.processor:
         _write_json(target / "processor_config.json", chosen.processor)
+    if chosen.video:
+        _write_json(target / "video_preprocessor_config.json", chosen.video)
     config = chosen.config(sizes, ids)
     write_model(config, target, eos_token_id=ids["eos_token_id"], seed=seed, dtype=dtype)
     for number, (name, settings) in enumerate(chosen.adapters.items()):
