@@ -168,9 +168,8 @@ class GuardedTier:
     def close(self) -> None:
         self._tier.close()
 
-    def stats(self, block_size: int, *, states: bool = False) -> dict[str, float]:
-        """Metric name and label → value, of a KV tier: in tokens, `block_size` to a block.
-        `states`: of a model that keeps some."""
+    def stats(self, block_size: int) -> dict[str, float]:
+        """Metric name and label → value, of a KV tier: in tokens, `block_size` to a block."""
         with self._lock:
             counts = self._counts.copy()
         figures = {
@@ -179,10 +178,16 @@ class GuardedTier:
             "loaded_tokens_total": counts["loaded"] * block_size,
             "stored_tokens_total": counts["stored"] * block_size,
         }
-        if states:
-            figures["loaded_states_total"] = counts["states_loaded"]
-            figures["stored_states_total"] = counts["states_stored"]
         return self._figures("kv_tier", figures)
+
+    def state_stats(self) -> dict[str, float]:
+        """What is counted beside, of a model that keeps states."""
+        with self._lock:
+            counts = self._counts.copy()
+        return {
+            f"kv_tier_{done}_states_total:{self.name}": float(counts[f"states_{done}"])
+            for done in ("loaded", "stored")
+        }
 
     def output_stats(self) -> dict[str, float]:
         """The same of a tier of encoder outputs: in pieces."""

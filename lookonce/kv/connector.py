@@ -204,7 +204,9 @@ class KVConnector:
         }
         stats |= self._workers.stats()
         for tier in self._chain.tiers:
-            stats |= tier.stats(self._block_size, states=self._has_states)
+            stats |= tier.stats(self._block_size)
+            if self._has_states:
+                stats |= tier.state_stats()
         return stats
 
     def close(self) -> None:

@@ -241,4 +241,5 @@ class BlockEvents(Protocol):
         items: tuple[tuple[bytes, int], ...],
     ) -> None:
         """A request's prompt of `num_tokens` is computed. `block_hash`: of its last full block, if
-        there is one; `items`: key and length, in tokens, of its first media items."""
+        there is one; `items`: key, as clients know it, and length, in tokens, of its first media
+        items."""

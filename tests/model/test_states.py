@@ -15,6 +15,7 @@ import pytest
 from lookonce.core.state_snapshots import StateSnapshots
 from lookonce.model.sampler import Sampler
 from lookonce.model.state import StatePool, StepStates
+from tests.support.model.listed import assert_as_listed
 from tests.support.model.live import LiveCase, LiveModel, converse, whole_logits
 from tests.support.model.serving import (
     Subject,
@@ -55,6 +56,10 @@ def kind(request) -> str:
 @pytest.fixture(scope="module")
 def subject(kind, subjects) -> Subject:
     return subjects(kind)
+
+
+def test_it_is_what_lookonce_models_says(subject):
+    assert_as_listed(subject.loaded)
 
 
 @pytest.mark.parametrize("budget", [7, 64])

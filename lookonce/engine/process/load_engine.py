@@ -82,6 +82,9 @@ def load_engine(
     )
     own = _media_adapters(loaded, settings)
     adapters = load_adapters(loaded, runner, settings.lora, own)
+    if adapters is not None:
+        told = msgspec.structs.replace(loaded.info, media_adapters=adapters.for_media)
+        loaded = dataclasses.replace(loaded, info=told)
     info = loaded.info
     grammars = GrammarCompiler(settings.model.folder, info.vocab_size, info.eos_token_ids)
     warm_up_engine, _ = assemble(loaded.info, runner, settings, scratch)
