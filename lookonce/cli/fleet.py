@@ -6,8 +6,10 @@ and Ctrl-C drain.
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
+from collections.abc import Iterable
 from importlib.util import find_spec
 from typing import Any
 
@@ -49,6 +51,7 @@ def fleet_of(where: str, content: dict[str, Any], overrides: dict[str, Any]) -> 
     if not isinstance(models, list) or not all(isinstance(each, dict) for each in models):
         raise ConfigError(f"{where}: models is a list of mappings")
     groups = [_group(f"{where}: models[{n}]", each, overrides) for n, each in enumerate(models)]
+    _add_adapters(where, groups, overrides.get("lora") or ())
     names = [group["name"] for group in groups]
     if len(set(names)) < len(names):
         raise ConfigError(f"{where}: two models have one name")
@@ -89,6 +92,18 @@ def _group(where: str, given: dict[str, Any], overrides: dict[str, Any]) -> dict
         line += _as_arguments(name, value)
     group["options"] = line
     return group
+
+
+def _add_adapters(where: str, groups: list[dict[str, Any]], lora: Iterable[str]) -> None:
+    """`--lora` of the command line. Engines may be started in another folder, so that paths are
+    made absolute."""
+    given = [text.partition("=") for text in lora]
+    if given and len(groups) > 1:
+        raise ConfigError(
+            f"--lora: {where} has several models; name adapters among the options of theirs"
+        )
+    for name, _, path in given:
+        groups[0]["options"] += ["--lora", f"{name}={os.path.abspath(path)}" if path else name]
 
 
 def _as_arguments(name: str, value: str | list[str]) -> list[str]:

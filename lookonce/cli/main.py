@@ -128,6 +128,10 @@ def fleet(
     api_key_file: Annotated[
         str | None, typer.Option(help="Keys as for `lookonce serve`, on every machine.")
     ] = None,
+    lora: Annotated[
+        list[str],
+        typer.Option(help="NAME=FOLDER: an adapter that every engine serves; repeatable."),
+    ] = [],  # noqa: B006
     address: Annotated[
         str | None, typer.Option(help="Of a Ray cluster; by default one starts here.")
     ] = None,
@@ -146,6 +150,7 @@ def fleet(
         "host": host,
         "port": port,
         "api_key_file": api_key_file,
+        "lora": tuple(lora),
         "address": address,
     }
     raise typer.Exit(run_fleet(file, given))

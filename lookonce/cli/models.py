@@ -7,12 +7,24 @@ from typing import NamedTuple
 
 from lookonce.types.model import (
     EMBEDDERS,
+    ENCODER_DECODER,
     GENERAL_MEDIA,
     GENERAL_TEXT,
+    KEEPS_LATENTS,
+    KEEPS_STATES,
+    READ_FROM_GGUF,
     SUPPORTED,
     UNSERVABLE,
     UNSERVABLE_MEDIA,
+    WITHOUT_LINEAR_LAYERS,
 )
+
+QUANTIZED = ("awq", "bitsandbytes", "compressed-tensors", "fbgemm_fp8", "fp8", "gptq")
+"""Methods whose checkpoints are unpacked for every type."""
+MXFP4 = ("gpt_oss",)
+FRAME_BY_FRAME = ("voxtral_realtime",)
+VECTORS_OF_KEYS = ("colqwen2",)
+"""Of those that give embeddings alone: what computes them attends over kept keys and values."""
 
 OWN = "greedy answers, chunks, preemption, negative controls"
 OWN_MEDIA = "greedy answers, media, chunks, preemption, negative controls"
@@ -31,6 +43,46 @@ class ServedType(NamedTuple):
     proven: str
     """What is compared with transformers, token for token, on random weights."""
     gives: str = "answers, or embeddings (--pooling)"
+    weights: tuple[str, ...] = ()
+    """What is read: safetensors, the methods of quantized ones, GGUF."""
+    int8: bool = False
+    """`--quantize int8`."""
+    lora: bool = False
+    """`--lora`."""
+    keeps: str = "keys and values"
+    """What is kept of prompts, on the device and in KV tiers."""
+
+    def told(self) -> ServedType:
+        """With what the tables say of its weights, adapters and states."""
+        name, gives_answers = self.model_type, self.gives != EMBEDDINGS
+        linear = name not in WITHOUT_LINEAR_LAYERS
+        keeps = self.keeps
+        if name in KEEPS_STATES:
+            keeps = "keys, values and states"
+        elif name in KEEPS_LATENTS:
+            keeps = "latents"
+        elif not gives_answers and name not in VECTORS_OF_KEYS:
+            keeps = "nothing"
+        return self._replace(
+            weights=(
+                "safetensors",
+                *QUANTIZED,
+                *(("mxfp4",) if name in MXFP4 else ()),
+                *(("gguf",) if name in READ_FROM_GGUF else ()),
+            ),
+            int8=linear and keeps != "nothing",
+            lora=linear and gives_answers and name not in (*ENCODER_DECODER, *FRAME_BY_FRAME),
+            keeps=keeps,
+        )
+
+    def beside(self) -> str:
+        """In which ways it is served beside the usual one, for people."""
+        ways = {"LoRA": self.lora, "int8": self.int8, "GGUF": "gguf" in self.weights}
+        ways |= {"states": self.keeps.endswith("states"), "latents": self.keeps == "latents"}
+        return ", ".join(way for way, has in ways.items() if has)
+
+
+EMBEDDINGS = "embeddings"
 
 
 def served_types() -> list[ServedType]:
@@ -39,11 +91,11 @@ def served_types() -> list[ServedType]:
         for name, media in SUPPORTED.items()
     ]
     own += [
-        ServedType(name, media, "own", VECTORS, "embeddings") for name, media in EMBEDDERS.items()
+        ServedType(name, media, "own", VECTORS, EMBEDDINGS) for name, media in EMBEDDERS.items()
     ]
     general = [ServedType(name, (), "general", GENERAL) for name in GENERAL_TEXT]
     general += [ServedType(name, media, "general", MEDIA) for name, media in GENERAL_MEDIA.items()]
-    return sorted(own + general)
+    return sorted(each.told() for each in own + general)
 
 
 def _refused_types() -> list[dict[str, object]]:
@@ -64,11 +116,21 @@ def print_models(*, as_json: bool) -> None:
         print(json.dumps([*served, *_refused_types()], indent=1))
         return
     width = max(len(row.model_type) for row in rows)
+    ways = max(len(row.beside()) for row in rows)
     for row in rows:
         media = ", ".join(("text", *row.media))
-        only = "embeddings only: " if row.gives == "embeddings" else ""
-        print(f"{row.model_type:{width}}  {media:18}  {row.served_by:7}  {only}{row.proven}")
-    print()
+        only = "embeddings only: " if row.gives == EMBEDDINGS else ""
+        print(
+            f"{row.model_type:{width}}  {media:18}  {row.served_by:7}  {row.beside():{ways}}  "
+            f"{only}{row.proven}"
+        )
+    print(
+        "\nWeights are read from safetensors, plain or quantized by "
+        f"{', '.join(QUANTIZED)}; gpt-oss as MXFP4. GGUF: that, too (pip install 'lookonce[gguf]')."
+        "\nLoRA: adapters by name (--lora). int8: --quantize int8, on the CPU."
+        "\nPrefixes are found again on the device and in KV tiers (--kv-tier), which hold keys and "
+        "values,\nand of types that keep them states or latents.\n"
+    )
     for reason, types in (*UNSERVABLE.items(), *UNSERVABLE_MEDIA.items()):
         print(f"not served, {reason}: {', '.join(types)}")
     print(

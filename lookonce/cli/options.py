@@ -230,6 +230,7 @@ RENDER_OPTIONS = (
     "tool_call_parser",
     "reasoning_parser",
     "dtype",
+    "lora",
     "max_model_len",
     "mm_hash_algorithm",
     *GROUPS["media"],

@@ -7,6 +7,10 @@ The blocks of a load belong to the load, not to the sequence. Loaded blocks are 
 their hashes like computed ones, and the sequence then finds them in the prefix cache. The blocks of
 a load or a store are released only when its ticket is acknowledged: until then a worker may still
 write or read them, even if the request has ended (quarantine).
+
+Of a model with states a load also has the slot of a snapshot, reserved until the state in it is
+registered like one that was taken, or the ticket is acknowledged. Snapshots are stored when they
+are taken, those of an answer when it has ended; they are pinned until they are copied.
 """
 
 from __future__ import annotations
@@ -38,10 +42,13 @@ class _Load:
     block_ids: list[int]
     """The blocks of the local prefix, then those to load."""
     hashes: list[bytes]
-    num_local: int
+    num_resident: int
+    """Leading blocks that were on the device already."""
     generation: int
+    snapshot: int | None = None
+    """Slot that a state is loaded to."""
     contents: list[BlockContent] = field(default_factory=list)
-    """Of each block from `num_local` on, where events are published."""
+    """Of each block from `num_resident` on, where events are published."""
 
 
 class KVConnectorState:
@@ -60,6 +67,17 @@ class KVConnectorState:
         state.on_end.append(self._finish)
         self._fail_on_loss = fail_on_loss
         self._loads: dict[int, _Load] = {}
+        self._snapshots = state.snapshots
+        self._state_slots: dict[int, int] = {}
+        """Ticket of a load → slot that is reserved for its state."""
+        self._state_stores: dict[int, tuple[bytes, int]] = {}
+        """Ticket → hash and slot of a snapshot that is copied to the tiers."""
+        self._unstored: dict[bytes, None] = {}
+        """Hashes of snapshots that are to be copied next, in order."""
+        self._num_lost = 0
+        """Snapshots that others took the place of before they were copied."""
+        if state.snapshot_planner is not None:
+            state.snapshot_planner.on_taken = self._store_state
         self._stores: dict[int, list[int]] = {}
         self._registered: list[tuple[bytes, int]] = []
         """(hash, block) registered since the last store."""
@@ -74,6 +92,8 @@ class KVConnectorState:
 
         A load leaves `reserve` blocks free beside those that the rest of the prompt needs.
         """
+        if self._snapshots is not None and not self._snapshots.num_slots:
+            return LoadDecision.COMPUTE  # no prefix can be used
         request, block_size = sequence.request, self._pool.block_size
         limit = (request.num_prompt_tokens - 1) // block_size
         answer = self._cache.lookup(
@@ -82,6 +102,8 @@ class KVConnectorState:
         if answer.state == "pending":
             self._state.begin_loading(sequence)
             return LoadDecision.LOADING
+        if self._snapshots is not None:  # the next one that has as much can begin there
+            sequence.num_shared_blocks = max(sequence.num_shared_blocks, answer.num_shared)
         if answer.state != "hit":
             return LoadDecision.COMPUTE
         return self._begin_load(sequence, cached, min(answer.num_blocks, limit), reserve)
@@ -90,20 +112,31 @@ class KVConnectorState:
         self, sequence: Sequence, cached: list[int], num_blocks: int, reserve: int
     ) -> LoadDecision:
         rest = self._pool.blocks_for(len(sequence.tokens)) - num_blocks
-        blocks = self._pool.try_allocate(num_blocks - len(cached), cached, reserve=reserve + rest)
-        if blocks is None:
-            return LoadDecision.NO_ROOM
-        request_id, num_local = sequence.request.request_id, len(cached)
-        ticket = self._cache.on_allocated(request_id, blocks, num_local)
         # The lookup, and with it the hashing, may have been made for another sample.
         sequence.hash_blocks(self._pool.block_size, num_blocks)
-        hashes = sequence.block_hashes[:num_blocks]
-        load = _Load(request_id, blocks, hashes, num_local, self._pool.generation)
+        hashes, resident = sequence.block_hashes[:num_blocks], cached
+        if self._snapshots is not None:  # more may be here, without a state after it
+            resident = self._pool.match(hashes)
+        num_new = num_blocks - len(resident)
+        blocks = self._pool.try_allocate(num_new, resident, reserve=reserve + rest)
+        if blocks is None:
+            return LoadDecision.NO_ROOM
+        snapshot = None
+        if self._snapshots is not None and (snapshot := self._snapshots.reserve()) is None:
+            self._pool.release(blocks)
+            return LoadDecision.COMPUTE
+        request_id, num_local = sequence.request.request_id, len(cached)
+        ticket = self._cache.on_allocated(
+            request_id, blocks, num_local, num_resident=len(resident), snapshot=snapshot
+        )
+        load = _Load(request_id, blocks, hashes, len(resident), self._pool.generation, snapshot)
         if self._pool.events is not None:
             size = self._pool.block_size
-            indices = range(num_local, num_blocks)
+            indices = range(len(resident), num_blocks)
             load.contents.extend(block_content(sequence, index, size) for index in indices)
         self._loads[ticket] = load
+        if snapshot is not None:
+            self._state_slots[ticket] = snapshot
         self._state.begin_loading(sequence)
         return LoadDecision.LOADING
 
@@ -114,6 +147,9 @@ class KVConnectorState:
 
     def _finish(self, request: Request) -> None:
         self._cache.on_request_finished(request.request_id)
+        for sequence in request.sequences:
+            if sequence.answer_snapshot is not None:
+                self._store_state(sequence.answer_snapshot)
 
     # --- stores ---------------------------------------------------------------------------------
 
@@ -132,6 +168,29 @@ class KVConnectorState:
         if ticket is not None:
             self._pool.try_allocate(0, blocks)
             self._stores[ticket] = blocks
+
+    def _store_state(self, block_hash: bytes) -> None:
+        """Offer a snapshot to the tiers."""
+        self._unstored[block_hash] = None
+        self._store_states()
+
+    def _store_states(self) -> None:
+        """At most a quarter of all snapshots are copied at a time: the others can make room for
+        those that steps take."""
+        snapshots = self._snapshots
+        assert snapshots is not None
+        while self._unstored and len(self._state_stores) < max(1, snapshots.num_slots // 4):
+            block_hash = next(iter(self._unstored))
+            del self._unstored[block_hash]
+            if not snapshots.holds(block_hash):
+                self._num_lost += 1
+                continue
+            slot = snapshots.keep(block_hash)
+            ticket = self._cache.try_store_state(block_hash, slot)
+            if ticket is None:
+                snapshots.unpin(block_hash, slot)
+            else:
+                self._state_stores[ticket] = block_hash, slot
 
     # --- reports of the tiers -------------------------------------------------------------------
 
@@ -154,11 +213,15 @@ class KVConnectorState:
     def _end_load(self, report: LoadReport) -> None:
         load = self._loads.get(report.ticket)
         if load is not None and load.generation == self._pool.generation:
-            for index in range(load.num_local, load.num_local + report.num_loaded):
+            for index in range(load.num_resident, load.num_resident + report.num_loaded):
                 registered = self._pool.register(load.block_ids[index], load.hashes[index])
                 if registered and self._pool.events is not None and load.contents:
-                    content = load.contents[index - load.num_local]
+                    content = load.contents[index - load.num_resident]
                     self._pool.events.stored(load.hashes[index], *content)
+            if report.state_after and self._snapshots is not None:
+                slot = self._state_slots.pop(report.ticket)
+                block_hash = load.hashes[report.state_after - 1]
+                self._snapshots.register(slot, block_hash, loaded=True)
         request = self._state.queues.requests.get(report.request_id)
         if request is None:
             return
@@ -172,10 +235,21 @@ class KVConnectorState:
         self._state.end_loading(request)
 
     def _acknowledge(self, ticket: int) -> None:
+        self._acknowledge_state(ticket)
         load = self._loads.pop(ticket, None)
         blocks = load.block_ids if load is not None else self._stores.pop(ticket, None)
         if blocks:
             self._pool.release(blocks)
+
+    def _acknowledge_state(self, ticket: int) -> None:
+        if self._snapshots is None:
+            return
+        slot, stored = self._state_slots.pop(ticket, None), self._state_stores.pop(ticket, None)
+        if slot is not None:
+            self._snapshots.release(slot)
+        if stored is not None:
+            self._snapshots.unpin(*stored)
+            self._store_states()
 
     # --- figures --------------------------------------------------------------------------------
 
@@ -186,7 +260,12 @@ class KVConnectorState:
     def stats(self) -> dict[str, float]:
         live = self._state.queues.requests
         abandoned = [load for load in self._loads.values() if load.request_id not in live]
-        return self._cache.stats() | {
+        stats = self._cache.stats()
+        if self._snapshots is not None:
+            stats["kv_transfer_dropped_stores_total"] += self._num_lost
+            under_way = len(self._state_slots) + len(self._state_stores) + len(self._unstored)
+            stats["kv_transfer_states_held"] = under_way
+        return stats | {
             "kv_transfer_blocks_held": sum(map(len, self.block_tables())),
             "kv_transfer_blocks_quarantined": sum(len(load.block_ids) for load in abandoned),
             "kv_transfer_requests_loading": len(self._state.queues.loading),

@@ -47,7 +47,7 @@ from numpy.typing import NDArray
 from lookonce.core.frame_digests import FrameDigests
 from lookonce.core.mm_features import MultiModalFeatures
 from lookonce.types.kv import ExternalCacheStats
-from lookonce.types.lora import LoRAIdentity
+from lookonce.types.lora import LoRAIdentity, adapted_item_key
 from lookonce.types.media import Array, MediaFeature, ProcessedItem
 from lookonce.types.pooling import PoolingInfo
 from lookonce.types.request import (
@@ -762,7 +762,6 @@ class ReuseStats:
 
 
 _ROOT = b"lookonce.kv-block.1\0"
-_ADAPTED = b"lookonce.adapted-item.1\0"
 _WHOLE = b"lookonce.kv-whole-prompt.1\0"
 _RUN_KEY = struct.Struct("<24sqq")
 _RUN_NAME = b"lookonce.kv-block-run.1\0"
@@ -799,7 +798,7 @@ class AdaptedKeys:
         return cls(found) if found else None
 
     def key(self, sent: bytes) -> bytes:
-        return blake3(_ADAPTED + self._digest + sent).digest()
+        return adapted_item_key(self._digest, sent)
 
     def features(
         self, sent: Iterable[MediaFeature], *, live: bool = False

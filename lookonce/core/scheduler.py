@@ -533,13 +533,16 @@ class UpdateFromOutput:
         """Tell subscribers of a prompt whose last token was computed."""
         pool, request = self._state.block_pool, sequence.request
         num_full = min(request.num_prompt_tokens // pool.block_size, len(sequence.block_hashes))
-        told = (request.features[at] for at in range(min(len(request.features), MAX_ITEMS_TOLD)))
+        told = [request.features[at] for at in range(min(len(request.features), MAX_ITEMS_TOLD))]
+        keys = tuple(feature.key for feature in told)
+        if request.adapted is not None:
+            keys = request.adapted.sent(keys)
         assert pool.events is not None
         pool.events.computed(
             request.request_id,
             request.num_prompt_tokens,
             sequence.block_hashes[num_full - 1] if num_full else None,
-            tuple((feature.key, feature.length) for feature in told),
+            tuple((key, each.length) for key, each in zip(keys, told, strict=True)),
         )
 
     def _release_passed_items(self, sequence: Sequence) -> None:

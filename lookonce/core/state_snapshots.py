@@ -5,7 +5,8 @@ known. Snapshots are kept by the hash of the KV block after which they were take
 
     free ──reserve──▶ reserved ──register──▶ held, LRU ──reserve, where none is free──▶ reserved
       ▲                   │                   │     ▲
-      └──────release──────┘                pin └──▶ pinned ──unpin (its sequence is announced)
+      └──────release──────┘          pin, keep └──▶ pinned ──unpin (its sequence is announced, or
+                                                             it is copied to a tier)
 
 A snapshot is taken at the last block of a prompt that may be reused, where prompts that came before
 part from this one, at the last block of each chunk, and at each block of an answer, where the next
@@ -15,6 +16,7 @@ one takes the place of the one before.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
+from collections.abc import Callable
 from typing import NamedTuple
 
 from lookonce.core.request import Sequence
@@ -37,7 +39,7 @@ class StateSnapshots:
         self.num_hits = 0
         """Times that a sequence began with a snapshot."""
         self.num_taken = 0
-        """Snapshots that were registered."""
+        """Snapshots that steps took."""
         self.num_evictions = 0
         """Snapshots that others took the place of."""
         self._free = list(range(num_slots - 1, -1, -1))
@@ -68,9 +70,11 @@ class StateSnapshots:
         self._reserved.add(slot)
         return slot
 
-    def register(self, slot: int, block_hash: bytes, *, first_to_go: bool = False) -> bool:
-        """A reserved slot holds the state after this block. False, and the slot is free again,
-        where such a state is held already."""
+    def register(
+        self, slot: int, block_hash: bytes, *, first_to_go: bool = False, loaded: bool = False
+    ) -> bool:
+        """A reserved slot holds the state after this block, taken by a step or `loaded` from a
+        tier. False, and the slot is free again, where such a state is held already."""
         self._reserved.remove(slot)
         if block_hash in self._held:
             self._free.append(slot)
@@ -78,7 +82,7 @@ class StateSnapshots:
         self._held[block_hash] = slot
         if first_to_go:
             self._held.move_to_end(block_hash, last=False)
-        self.num_taken += 1
+        self.num_taken += not loaded
         return True
 
     def release(self, slot: int) -> None:
@@ -95,10 +99,15 @@ class StateSnapshots:
             self._free.append(slot)
 
     def pin(self, block_hash: bytes) -> int:
-        """The slot of a held snapshot, which stays as it is until `unpin`."""
+        """The slot of a held snapshot that a sequence begins with; it stays until `unpin`."""
         self._held.move_to_end(block_hash)
-        self._pins[block_hash] += 1
         self.num_hits += 1
+        return self.keep(block_hash)
+
+    def keep(self, block_hash: bytes) -> int:
+        """The slot of a held snapshot that is copied to a tier; it stays until `unpin`, and is as
+        old as it was."""
+        self._pins[block_hash] += 1
         return self._held[block_hash]
 
     def unpin(self, block_hash: bytes, slot: int) -> None:
@@ -144,6 +153,9 @@ class SnapshotPlanner:
     def __init__(self, snapshots: StateSnapshots, block_size: int) -> None:
         self._snapshots = snapshots
         self._block_size = block_size
+        self.on_taken: Callable[[bytes], None] | None = None
+        """Is told of each snapshot of a prompt that is held from now on, for external tiers. Those
+        of an answer take each other's place: `Sequence.answer_snapshot` is the newest."""
 
     def of_chunk(self, sequence: Sequence, start: int, end: int) -> tuple[tuple[int, int], ...]:
         """(tokens of the chunk, slot) for positions `[start, end)` of a prompt."""
@@ -190,6 +202,8 @@ class SnapshotPlanner:
             kept = self._snapshots.register(slot, block_hash, first_to_go=between)
             if kept and answers:
                 sequence.answer_snapshot = block_hash
+            elif kept and self.on_taken is not None:
+                self.on_taken(block_hash)
         sequence.pending_snapshots.clear()
 
     def release(self, sequence: Sequence) -> None:

@@ -71,6 +71,9 @@ BROADCAST_PATHS = frozenset(
     }
 )
 """POSTs that every engine gets."""
+ADAPTER_PATHS = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
+"""POSTs that every engine gets which loads adapters while it runs."""
+MODEL_PATH = "/v1/models/"
 OWN_PATHS = frozenset({"/health", "/ping", "/ready", "/metrics", "/fleet"})
 CLIENT_LEFT_STATUS = 499
 METRICS_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
@@ -105,7 +108,8 @@ class Member:
         self._on_look = on_look
         self.client = EngineClient(address.http)
         self.processor = Processor()
-        self.card: dict[str, Any] | None = None
+        self.cards: list[dict[str, Any]] = []
+        """Of the model, and of its adapters."""
         self.subscriber: EventSubscriber | None = None
         self.headers: Headers = [(b"authorization", b"Bearer " + key.encode())] if key else []
         self.draining = address.draining
@@ -127,8 +131,8 @@ class Member:
         while True:
             self._looks.clear()
             ready = await self._is_ready()
-            if ready and self.card is None:
-                ready = await self._learn()
+            if ready:
+                ready = await self.learn()
             self.state.accepts = ready and not self.draining
             self._on_look()
             with contextlib.suppress(TimeoutError):
@@ -140,21 +144,24 @@ class Member:
         found = await self.get("/ready")
         return found is not None and found[0] == 200
 
-    async def _learn(self) -> bool:
-        """What the model is called and how its media are identified; whether it told."""
-        models = await self.get("/v1/models")
+    async def learn(self) -> bool:
+        """What the model and its adapters are called and how caches know their media and prompts;
+        whether it told. Adapters come and go while an engine runs."""
         cache = await self.get("/inference/v1/media_cache")
-        if models is None or models[0] != 200:
-            return False
         try:
-            self.card = msgspec.json.decode(models[1])["data"][0]
+            told = Processor(model=self.address.model)
             if cache is not None and cache[0] == 200:
-                told = msgspec.json.decode(cache[1])
-                self.processor = Processor(bytes.fromhex(told["fingerprint"]), told["algorithm"])
-        except (msgspec.MsgspecError, LookupError, ValueError, TypeError):
+                told = Processor.told(self.address.model, msgspec.json.decode(cache[1]))
+            if not self.cards or told != self.processor:
+                models = await self.get("/v1/models")
+                if models is None or models[0] != 200:
+                    return False
+                self.cards = list(msgspec.json.decode(models[1])["data"])
+        except (msgspec.MsgspecError, LookupError, ValueError, TypeError, AttributeError):
             logger.error("%s does not answer as an engine does", self.address.name)
             return False
-        return True
+        self.processor, self.state.adapters = told, frozenset(told.adapters)
+        return bool(self.cards)
 
     async def get(self, path: str, timeout: float = PROBE_TIMEOUT) -> tuple[int, bytes] | None:
         """Status and body; None where none came in time."""
@@ -226,7 +233,7 @@ class Fleet:
     def processor_of(self, model: Any) -> Processor:
         """Of any engine of the model."""
         for member in self.members.values():
-            if member.card is not None and model in (None, member.address.model):
+            if member.cards and member.state.serves(model if isinstance(model, str) else None):
                 return member.processor
         return Processor()
 
@@ -295,6 +302,8 @@ class Frontend:
             await self._models(exchange)
         elif method == "POST" and path in BROADCAST_PATHS:
             await self._broadcast(exchange, body)
+        elif method == "POST" and path in ADAPTER_PATHS:
+            await self._change_adapters(exchange, body)
         elif stored := STORED_PATH.fullmatch(path):
             await self._stored(exchange, body, stored[1])
         else:
@@ -305,6 +314,8 @@ class Frontend:
 
     def _identify(self, exchange: _Exchange, body: bytes) -> tuple[str, Identity]:
         """The request's id and what it refers to; of what is no JSON, nothing."""
+        if exchange.method == "GET" and exchange.path.startswith(MODEL_PATH):
+            return exchange.request_id, Identity(exchange.path.removeprefix(MODEL_PATH))
         if not body or not exchange.header(b"content-type").startswith(b"application/json"):
             return exchange.request_id, Identity()
         session = exchange.header(b"x-session-id").decode("latin-1") or None
@@ -486,8 +497,25 @@ class Frontend:
         else:
             await exchange.answer(*held)
 
+    async def _change_adapters(self, exchange: _Exchange, body: bytes) -> None:
+        """To all engines. Those that were started without `--lora-dir` (403) are left out, as long
+        as there are others; of these the first error is answered."""
+        answers: list[EngineAnswerParts] = []
+        for member in self._fleet.ready():
+            try:
+                async with exchange.asking(member, body, exchange.request_id) as answer:
+                    answers.append((answer.status, answer.headers, await answer.body()))
+            except EngineLostError:
+                continue
+        await asyncio.gather(*(member.learn() for member in self._fleet.ready()))
+        meant = [each for each in answers if each[0] != 403] or answers
+        if not meant:
+            await exchange.refuse(503, "no_engine", "no engine takes requests now")
+            return
+        await exchange.answer(*next((each for each in meant if each[0] != 200), meant[0]))
+
     async def _models(self, exchange: _Exchange) -> None:
-        """A card of each model. One engine is asked, so that keys are checked."""
+        """A card of each model and adapter. One engine is asked, so that keys are checked."""
         members = self._fleet.ready()
         if not members:
             await exchange.refuse(503, "no_engine", "no engine takes requests now")
@@ -495,7 +523,7 @@ class Frontend:
         async with exchange.asking(members[0], b"", exchange.request_id) as answer:
             status, headers, body = answer.status, answer.headers, await answer.body()
         if status == 200:
-            cards = {m.address.model: m.card for m in members if m.card is not None}
+            cards = {card["id"]: card for member in members for card in member.cards}
             body = msgspec.json.encode({"object": "list", "data": list(cards.values())})
         await exchange.answer(status, headers, body)
 

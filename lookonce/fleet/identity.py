@@ -5,6 +5,8 @@ Media     the keys under which engines hold them: a digest of the bytes, as `cac
           what was sent, whose key is learned when an engine has computed the prompt.
 Chain     one digest for each piece of the prompt (a stretch of text, a media item), over all
           pieces before it and the scope: two prompts share the digests of their common beginning.
+Adapter   what a request names, or its media ask for: other contents, other digests of the chain,
+          and where it changes the encoder, other keys of encoder outputs.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from blake3 import blake3
 
 from lookonce.cache.identity import HashAlgorithm, frame, item_key, media_hash, scope_digest
 from lookonce.fleet.index import short
+from lookonce.types.lora import LoRAIdentity, adapted_item_key
 
 BASE64_MARK = b";base64,"
 LARGE_BASE64 = 1 << 16
@@ -56,10 +59,43 @@ ROOT_FIELDS = (
 
 
 class Processor(msgspec.Struct, frozen=True):
-    """What the keys of a model's media depend on (`GET /inference/v1/media_cache`)."""
+    """What the keys of a model's media and blocks depend on (`GET /inference/v1/media_cache`)."""
 
     fingerprint: bytes = b""
     algorithm: HashAlgorithm = "blake3"
+    model: str | None = None
+    """What clients call the model without adapters."""
+    adapters: Mapping[str, LoRAIdentity] = {}
+    media_adapters: tuple[tuple[str, LoRAIdentity], ...] = ()
+    """(modality, adapter) of those that prompts with media get where they name none."""
+
+    @classmethod
+    def told(cls, model: str, info: Mapping[str, Any]) -> Processor:
+        """What an engine tells. Raises `LookupError`, `TypeError` or `ValueError`."""
+
+        def identities(name: str) -> dict[str, LoRAIdentity]:
+            return {
+                each: LoRAIdentity(
+                    bytes.fromhex(digests["digest"]), bytes.fromhex(digests["encoder_digest"])
+                )
+                for each, digests in info.get(name, {}).items()
+            }
+
+        return cls(
+            bytes.fromhex(info["fingerprint"]),
+            info["algorithm"],
+            model,
+            identities("adapters"),
+            tuple(identities("media_adapters").items()),
+        )
+
+    def adapter_of(self, model: Any, modalities: Iterable[str]) -> LoRAIdentity | None:
+        """Of a request that names this model and has these media."""
+        named = self.adapters.get(model) if isinstance(model, str) else None
+        if named is not None or not self.media_adapters:
+            return named
+        found = set(modalities)
+        return next((own for modality, own in self.media_adapters if modality in found), None)
 
 
 class Medium(msgspec.Struct, frozen=True, gc=False):
@@ -69,6 +105,8 @@ class Medium(msgspec.Struct, frozen=True, gc=False):
     key: int
     exact: bool
     """`key` is that of the caches, not an alias."""
+    output: int | None = None
+    """Key of its encoder output, where an adapter changes that."""
     bare: bool = False
     """It came without bytes or a URL: only an engine that knows its name can serve it."""
 
@@ -106,6 +144,8 @@ class Identity(msgspec.Struct, frozen=True):
     """Id of a stored response or conversation that it goes on with."""
     inline: tuple[InlinePicture, ...] = ()
     """In the order of the body."""
+    encoder_digest: bytes = b""
+    """Of the request's LoRA adapter, where that changes encoder outputs."""
 
 
 def body_with_names(body: bytes, pictures: Iterable[InlinePicture]) -> bytes:
@@ -212,16 +252,26 @@ def identify(
     tokens = next(
         (body[name] for name in _MAX_TOKENS if isinstance(body.get(name), int)), None
     )  # fmt: skip
+    pieces = reader.pieces
+    adapter = processor.adapter_of(model, (medium.modality for medium in reader.media))
+    if adapter is not None:
+        salt_of_blocks = short(adapter.digest)
+        pieces = [
+            msgspec.structs.replace(piece, digest=piece.digest ^ salt_of_blocks) for piece in pieces
+        ]
+        if adapter.encoder_digest:
+            reader.adapt(adapter.encoder_digest)
     session = session or body.get("prompt_cache_key")
     named = isinstance(session, str) and session
     return Identity(
         model if isinstance(model, str) else None,
         tuple(reader.media),
-        tuple(reader.pieces),
+        tuple(pieces),
         tokens,
         _digest(b"session", scope, str(session).encode()) if named else None,
         _stored(body),
         tuple(sorted(reader.inline, key=lambda picture: picture.start)),
+        b"" if adapter is None else adapter.encoder_digest,
     )
 
 
@@ -255,11 +305,16 @@ class _Reader:
         self.media: list[Medium] = []
         self.pieces: list[Piece] = []
         self.inline: list[InlinePicture] = []
+        self._full: dict[int, bytes] = {}
+        """Key of an item, short and whole."""
         self._hash = scope
 
     def read(self) -> None:
         body = self._body
-        root = [body.get("model"), *(body.get(name) for name in ROOT_FIELDS)]
+        model = body.get("model")
+        if isinstance(model, str) and model in self._processor.adapters:
+            model = self._processor.model  # the adapter's contents tell, whatever its name
+        root = [model, *(body.get(name) for name in ROOT_FIELDS)]
         self._add(_encoded(root), 0 if root[1:] == [None] * len(ROOT_FIELDS) else None)
         for name in ("messages", "input", "prompt", "token_ids"):
             given = body.get(name)
@@ -268,6 +323,21 @@ class _Reader:
         features = body.get("features")
         if isinstance(features, dict):
             self._read_hashes(features.get("mm_hashes"))
+
+    def adapt(self, encoder_digest: bytes) -> None:
+        """The prompt has an adapter that changes encoder outputs."""
+        for at, medium in enumerate(self.media):
+            full = self._full.get(medium.key)
+            if full is not None:
+                output = short(adapted_item_key(encoder_digest, full))
+                self.media[at] = msgspec.structs.replace(medium, output=output)
+
+    def _exact(self, digest: bytes) -> int:
+        """The key of an item with this MediaHash."""
+        full = item_key(self._scope, digest)
+        key = short(full)
+        self._full[key] = full
+        return key
 
     def _read_content(self, given: Any) -> None:
         if isinstance(given, str):
@@ -313,7 +383,7 @@ class _Reader:
         data = self._decoded(sent)
         if data is not None and modality != "video" and not self._options:
             digest = self._media_hash(modality, data)
-            key = short(item_key(self._scope, digest))
+            key = self._exact(digest)
             if modality == "image" and len(sent) < MAX_TYPE_LENGTH:
                 picture = self._payloads.picture(sent.partition(",")[2], key, digest)
                 self.inline += () if picture is None else (picture,)
@@ -352,7 +422,7 @@ class _Reader:
         for modality, listed in hashes.items() if isinstance(hashes, dict) else ():
             for given in listed if isinstance(listed, list) else ():
                 try:
-                    key = short(item_key(self._scope, bytes.fromhex(given)))
+                    key = self._exact(bytes.fromhex(given))
                 except (TypeError, ValueError):
                     continue
                 self._add_medium(Medium(str(modality), key, exact=True))

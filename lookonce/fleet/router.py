@@ -25,7 +25,7 @@ import math
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from blake3 import blake3
 
@@ -40,6 +40,7 @@ from lookonce.fleet.subscriber import (
     Gone,
     PromptComputed,
 )
+from lookonce.types.lora import adapted_item_key
 
 MAX_PROMPT_NODES = 200_000
 MAX_ALIASES = 65_536
@@ -101,6 +102,8 @@ class EngineState:
 
     def __init__(self, name: str, number: int, model: str) -> None:
         self.name, self.number, self.model = name, number, model
+        self.adapters: frozenset[str] = frozenset()
+        """Names of LoRA adapters that it serves beside the model."""
         self.rates = Rates()
         self.num_loads = 0
         """Loads that told of work done since the one before."""
@@ -116,7 +119,10 @@ class EngineState:
         self.others = 0
         """Requests of the last load that were not sent from here."""
         self.expected: Counter[int] = Counter()
-        """Keys of media that requests on their way there bring."""
+        """Keys of encoder outputs that requests on their way there bring."""
+
+    def serves(self, model: str | None) -> bool:
+        return model in (None, self.model) or model in self.adapters
 
     def note_load(self, load: EngineLoad) -> None:
         before, self.load = self.load, load
@@ -279,6 +285,15 @@ class Route:
         )
 
 
+class _Keyed(NamedTuple):
+    """A medium, and what the caches of engines call it."""
+
+    medium: Medium
+    item: int
+    output: int
+    """Its encoder output; with most adapters as the item."""
+
+
 class NoEngineError(Exception):
     """No engine of this model takes requests."""
 
@@ -302,7 +317,8 @@ class Router:
         self._followed: set[int] = set()
         """Engines that send events: what they do not tell of they do not hold."""
         self._nodes: OrderedDict[int, _Node] = OrderedDict()
-        self._aliases: OrderedDict[int, int] = OrderedDict()
+        self._aliases: OrderedDict[int, bytes] = OrderedDict()
+        """Alias → key of the item."""
         self._lengths: OrderedDict[int, int] = OrderedDict()
         """Key of a media item → its tokens."""
         self._usual_length: dict[str, float] = {}
@@ -340,7 +356,9 @@ class Router:
             node.blocks.pop(engine.number, None)
 
     def models(self) -> list[str]:
-        return sorted({engine.model for engine in self.engines.values()})
+        """What requests may name, adapters too."""
+        engines = self.engines.values()
+        return sorted({name for engine in engines for name in (engine.model, *engine.adapters)})
 
     def apply(self, engine: EngineState, changes: Iterable[Change]) -> None:
         """What an engine's events tell, in order. Those of an engine that is gone are ignored."""
@@ -376,7 +394,7 @@ class Router:
                 media_tokens += length
                 exact = short(key)
                 if not medium.exact:
-                    _remember(self._aliases, medium.key, exact, MAX_ALIASES)
+                    _remember(self._aliases, medium.key, key, MAX_ALIASES)
                 _remember(self._lengths, exact, length, MAX_LENGTHS)
                 usual = self._usual_length.get(medium.modality, length)
                 self._usual_length[medium.modality] = usual + RATE_WEIGHT * (length - usual)
@@ -404,14 +422,12 @@ class Router:
         candidates = [
             engine
             for engine in self.engines.values()
-            if engine.accepts
-            and engine.name not in without
-            and identity.model in (None, engine.model)
+            if engine.accepts and engine.name not in without and engine.serves(identity.model)
         ]
         if not candidates:
             raise NoEngineError
         stuck = self._stuck(identity, candidates)
-        media = [(medium, self._key(medium)) for medium in identity.media]
+        media = [self._keyed(medium, identity.encoder_digest) for medium in identity.media]
         knowing = self._knowing(media, candidates)
         works = self._works(identity, media, candidates)
         prices = [
@@ -467,28 +483,35 @@ class Router:
         return None
 
     def _knowing(
-        self, media: Sequence[tuple[Medium, int]], candidates: Sequence[EngineState]
+        self, media: Sequence[_Keyed], candidates: Sequence[EngineState]
     ) -> list[EngineState]:
         """Those that know all media which came by name alone, as far as any does."""
         found = list(candidates)
-        for medium, key in media:
+        for medium, key, output in media:
             if medium.bare:
-                holders = self.items.holders(key) | self.outputs.holders(key)
-                found = [e for e in found if holders >> e.number & 1 or e.expected[key]] or found
+                holders = self.items.holders(key) | self.outputs.holders(output)
+                found = [e for e in found if holders >> e.number & 1 or e.expected[output]] or found
         return found
 
-    def _key(self, medium: Medium) -> int:
-        return medium.key if medium.exact else self._aliases.get(medium.key, medium.key)
+    def _keyed(self, medium: Medium, encoder_digest: bytes) -> _Keyed:
+        if medium.exact:
+            output = medium.key if medium.output is None else medium.output
+            return _Keyed(medium, medium.key, output)
+        known = self._aliases.get(medium.key)
+        if known is None:
+            return _Keyed(medium, medium.key, medium.key)
+        output = short(adapted_item_key(encoder_digest, known) if encoder_digest else known)
+        return _Keyed(medium, short(known), output)
 
     def _works(
         self,
         identity: Identity,
-        media: Sequence[tuple[Medium, int]],
+        media: Sequence[_Keyed],
         candidates: Sequence[EngineState],
     ) -> list[Work]:
         """What the request costs at each engine."""
         ends, total = [], 0.0
-        lengths = [self._length(medium, key) for medium, key in media]
+        lengths = [self._length(each.medium, each.item) for each in media]
         for piece in identity.pieces:
             if piece.medium is None:
                 total += piece.num_chars / self._chars_per_token
@@ -500,8 +523,13 @@ class Router:
         longest = max(known.values())
         places = {piece.medium: at for at, piece in enumerate(identity.pieces)}
         held = [
-            (places.get(number, math.inf), key, self.outputs.holders(key), self.items.holders(key))
-            for number, (_, key) in enumerate(media)
+            (
+                places.get(number, math.inf),
+                each.output,
+                self.outputs.holders(each.output),
+                self.items.holders(each.item),
+            )
+            for number, each in enumerate(media)
         ]
         answer = self.answer_tokens
         if identity.max_tokens is not None:
@@ -530,8 +558,9 @@ class Router:
         held: Sequence[tuple[float, int, int, int]],
         num_held: int,
     ) -> None:
-        """What media cost at an engine. `held`: of each its piece, its key, and a bit for each
-        engine that holds its output, and its item; `num_held`: pieces whose tokens are held."""
+        """What media cost at an engine. `held`: of each its piece, the key of its output, and a bit
+        for each engine that holds its output, and its item; `num_held`: pieces whose tokens are
+        held."""
         number = engine.number
         seen: set[int] = set()
         for piece, key, outputs, items in held:
@@ -579,13 +608,13 @@ class Router:
             return known
         return self._usual_length.get(medium.modality, DEFAULT_MEDIA_TOKENS)
 
-    def _begin(self, request_id: str, route: Route, media: Sequence[tuple[Medium, int]]) -> None:
+    def _begin(self, request_id: str, route: Route, media: Sequence[_Keyed]) -> None:
         engine, identity = route.engine, route.identity
         route.left = route.work.to_first_token + route.work.answer
         engine.backlog += route.left
         engine.num_requests += 1
         engine.most_requests = max(engine.most_requests, engine.num_requests)
-        route.expected = tuple(key for _, key in media)
+        route.expected = tuple(each.output for each in media)
         engine.expected.update(route.expected)
         for piece in identity.pieces:
             node = self._nodes.get(piece.digest)

@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lookonce.config import Config, MediaConfig
+from lookonce.config import Config, LoRAConfig, MediaConfig
 from lookonce.engine.client.engine_client import EngineClient, EngineState, KnownAdapters
 from lookonce.engine.client.sender_cache import DISABLED, InjectionOutcome
 from lookonce.errors import LookOnceError, NotReadyError
@@ -25,6 +25,7 @@ from lookonce.render.prompt.encoder import PromptEncoder
 from lookonce.render.renderer import Renderer, open_renderer
 from lookonce.types.counts import Counts
 from lookonce.types.fair_queue import TenantWeights
+from lookonce.types.lora import LoRAIdentity, LoRAInfo
 from lookonce.types.media import ProcessedItem
 from lookonce.types.model import ModelInfo
 from lookonce.types.request import RenderedPrompt, TokenDelta
@@ -157,8 +158,11 @@ class RenderOnlyEngine:
 
     state: EngineState = "ready"
 
-    def __init__(self) -> None:
+    def __init__(self, lora: LoRAConfig | None = None) -> None:
+        """`lora`: requests may name its adapters; prompts are rendered alike with each."""
         self.adapters = KnownAdapters()
+        named = () if lora is None else lora.adapters
+        self.adapters.set(LoRAInfo(name, LoRAIdentity(b""), 0, path) for name, path in named)
 
     @property
     def model(self) -> ModelInfo:

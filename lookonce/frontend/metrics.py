@@ -353,6 +353,12 @@ COUNTED_ELSEWHERE: dict[str, MetricInfo] = {
     "kv_tier_loaded_bytes_total": MetricInfo("Bytes loaded from a KV tier", label="tier"),
     "kv_tier_load_seconds_total": MetricInfo("Seconds spent reading a KV tier", label="tier"),
     "kv_tier_stored_tokens_total": MetricInfo("Tokens stored in a KV tier", label="tier"),
+    "kv_tier_loaded_states_total": MetricInfo(
+        "States beside keys and values loaded from a KV tier", label="tier"
+    ),
+    "kv_tier_stored_states_total": MetricInfo(
+        "States beside keys and values stored in a KV tier", label="tier"
+    ),
     "kv_tier_stored_bytes_total": MetricInfo("Bytes stored in a KV tier", label="tier"),
     "kv_tier_store_seconds_total": MetricInfo("Seconds spent writing a KV tier", label="tier"),
     "kv_tier_dropped_stores_total": MetricInfo("Blocks a KV tier could not take", label="tier"),
@@ -415,6 +421,9 @@ COUNTED_ELSEWHERE: dict[str, MetricInfo] = {
     "kv_transfer_blocks_held": MetricInfo("KV blocks that transfers keep from being reused"),
     "kv_transfer_blocks_quarantined": MetricInfo(
         "Of those, blocks of requests that have ended or given up"
+    ),
+    "kv_transfer_states_held": MetricInfo(
+        "Snapshots of states that are copied to KV tiers or loaded from them, or wait for it"
     ),
     "kv_transfer_requests_loading": MetricInfo("Requests waiting for external KV tiers"),
     "kv_transfer_unknown_completions_total": MetricInfo(

@@ -90,7 +90,8 @@ BREAKER_VALUES = {"closed": 0.0, "half_open": 1.0, "open": 2.0}
 class GuardedTier:
     """A tier that never raises, and is not asked while its circuit breaker is open. Thread-safe.
 
-    Counts objects: KV blocks, or pieces of encoder outputs.
+    Counts objects: KV blocks, or pieces of encoder outputs. Of pieces of states (`states`) only
+    bytes and seconds are counted; states are counted whole (`count_states`).
     """
 
     def __init__(
@@ -104,7 +105,7 @@ class GuardedTier:
         self._load_seconds = self._store_seconds = 0.0
         self._failures: Counter[Reason] = Counter()
 
-    def lease(self, keys: Sequence[bytes]) -> list[bool] | None:
+    def lease(self, keys: Sequence[bytes], *, states: bool = False) -> list[bool] | None:
         """Which are held; None when the tier cannot say."""
         if not self._breaker.try_enter():
             return None
@@ -114,13 +115,16 @@ class GuardedTier:
             self._fail(error.reason)
             return None
         self._breaker.succeed()
-        self._count(lookups=len(keys), hits=sum(held))
+        if not states:
+            self._count(lookups=len(keys), hits=sum(held))
         return held
 
     def release(self, keys: Sequence[bytes]) -> None:
         self._tier.release(keys)
 
-    def read(self, keys: Sequence[bytes], into: memoryview) -> tuple[ReadOutcome, float]:
+    def read(
+        self, keys: Sequence[bytes], into: memoryview, *, states: bool = False
+    ) -> tuple[ReadOutcome, float]:
         """The outcome, and the seconds it took."""
         if not self._breaker.try_enter():
             return ReadOutcome(0, "connection"), 0.0
@@ -132,27 +136,34 @@ class GuardedTier:
         if outcome.reason not in FAULTS:
             self._breaker.succeed()
         nbytes = outcome.num_blocks * (into.nbytes // len(keys))
-        self._count(load_seconds=seconds, loaded=outcome.num_blocks, loaded_bytes=nbytes)
+        loaded = 0 if states else outcome.num_blocks
+        self._count(load_seconds=seconds, loaded=loaded, loaded_bytes=nbytes)
         return outcome, seconds
 
-    def write(self, keys: Sequence[bytes], payloads: Sequence[memoryview]) -> None:
+    def write(
+        self, keys: Sequence[bytes], payloads: Sequence[memoryview], *, states: bool = False
+    ) -> int | None:
+        """How many were new; None where the tier could not take them."""
         if not self._breaker.try_enter():
-            self.count_dropped(len(keys))
-            return
+            return None
         started = time.monotonic()
         try:
             stored = self._tier.write(keys, payloads)
         except TierError as error:
             self._fail(error.reason)
-            self.count_dropped(len(keys))
-            return
+            return None
         self._breaker.succeed()
         nbytes = stored * payloads[0].nbytes
         seconds = time.monotonic() - started
-        self._count(store_seconds=seconds, stored=stored, stored_bytes=nbytes)
+        self._count(store_seconds=seconds, stored=0 if states else stored, stored_bytes=nbytes)
+        return stored
 
     def count_dropped(self, num_blocks: int) -> None:
+        """Blocks, pieces of outputs, or whole states that the tier could not take."""
         self._count(dropped=num_blocks)
+
+    def count_states(self, *, loaded: int = 0, stored: int = 0) -> None:
+        self._count(states_loaded=loaded, states_stored=stored)
 
     def close(self) -> None:
         self._tier.close()
@@ -161,15 +172,22 @@ class GuardedTier:
         """Metric name and label → value, of a KV tier: in tokens, `block_size` to a block."""
         with self._lock:
             counts = self._counts.copy()
-        return self._figures(
-            "kv_tier",
-            {
-                "lookups_total": counts["lookups"] * block_size,
-                "hits_total": counts["hits"] * block_size,
-                "loaded_tokens_total": counts["loaded"] * block_size,
-                "stored_tokens_total": counts["stored"] * block_size,
-            },
-        )
+        figures = {
+            "lookups_total": counts["lookups"] * block_size,
+            "hits_total": counts["hits"] * block_size,
+            "loaded_tokens_total": counts["loaded"] * block_size,
+            "stored_tokens_total": counts["stored"] * block_size,
+        }
+        return self._figures("kv_tier", figures)
+
+    def state_stats(self) -> dict[str, float]:
+        """What is counted beside, of a model that keeps states."""
+        with self._lock:
+            counts = self._counts.copy()
+        return {
+            f"kv_tier_{done}_states_total:{self.name}": float(counts[f"states_{done}"])
+            for done in ("loaded", "stored")
+        }
 
     def output_stats(self) -> dict[str, float]:
         """The same of a tier of encoder outputs: in pieces."""
@@ -244,16 +262,18 @@ class TierChain:
         self.release([k for k, _ in rest[len(prefix) :]], [s for _, s in rest[len(prefix) :]])
         return None if unsure and not prefix else tuple(prefix)
 
-    def locate(self, keys: Sequence[bytes]) -> tuple[list[int | None], bool]:
+    def locate(
+        self, keys: Sequence[bytes], *, states: bool = False
+    ) -> tuple[list[int | None], bool]:
         """The tier that holds each object, leased there, nearest first; None: no tier says so.
-        And whether some tier could not say."""
+        And whether some tier could not say. `states`: the objects are pieces of states."""
         sources: list[int | None] = [None] * len(keys)
         unsure = False
         for number, tier in enumerate(self.tiers):
             absent = [index for index, source in enumerate(sources) if source is None]
             if not absent:
                 break
-            held = tier.lease([keys[index] for index in absent])
+            held = tier.lease([keys[index] for index in absent], states=states)
             unsure |= held is None
             for index, found in zip(absent, held or (), strict=False):
                 if found:

@@ -1,5 +1,5 @@
-"""How a KV block, or a piece of an encoder output, is stored outside the process, and how a reader
-knows that it is intact.
+"""How a KV block, or a piece of a state or an encoder output, is stored outside the process, and
+how a reader knows that it is intact.
 
     header, 128 bytes │ payload: K and V of all layers, or a piece
     magic · version · namespace · block hash · layout · length · xxh3(payload) · xxh3(header)
@@ -10,6 +10,10 @@ bits, a truncated file and an object of another key are all a miss.
 The namespace is everything outside the block hash that decides a block's bytes. The block hash
 covers tokens, media and scope; a media key covers the processor's fingerprint, which is a field of
 the namespace all the same, for a family whose text depends on it.
+
+A state beside keys and values is found under the hash of the block that it comes after; its
+pieces, as large as KV blocks, under digests of hash and number. What its bytes are is in the
+namespace of its model, which has no other with states of another kind.
 
 An encoder output is found under its item's key, which covers scope, media bytes and options; its
 pieces under digests of key, rows and number. The rest is in the namespace.
@@ -25,7 +29,7 @@ from typing import Protocol, TypeAlias
 import xxhash
 from blake3 import blake3
 
-from lookonce.types.kv import KVLayout, OutputLayout
+from lookonce.types.kv import KVLayout, OutputLayout, StatePieces
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 MAGIC = b"LOKV"
@@ -95,14 +99,31 @@ def namespace_digest(
     rope: Mapping[str, object],
     adapter: str = "",
     processor_fingerprint: bytes = b"",
+    states: bytes = b"",
 ) -> bytes:
-    """32 bytes; `rope` is what the model's config says about positions. Raises `ValueError`
-    without a weights digest: nothing would tell two models apart."""
+    """32 bytes; `rope` is what the model's config says about positions, `states` what the bytes of
+    its states are, if it keeps any. Raises `ValueError` without a weights digest: nothing would
+    tell two models apart."""
     if not weights_digest:
         raise ValueError("external KV needs a digest of the model's weights")
     positions = json.dumps(rope, sort_keys=True, default=str).encode()
     model = (weights_digest.encode(), layout.describe(), positions, adapter.encode())
-    return _namespace(b"lookonce.kv-namespace", LAYOUT_VERSION, *model, processor_fingerprint)
+    kept = (STATE_VERSION.to_bytes(4, "little"), states) if states else ()
+    return _namespace(
+        b"lookonce.kv-namespace", LAYOUT_VERSION, *model, processor_fingerprint, *kept
+    )
+
+
+STATE_VERSION = 1
+"""Of the pieces of a state: raised when they are made differently."""
+
+
+def state_piece_keys(block_hash: bytes, pieces: StatePieces) -> list[bytes]:
+    """The 32-byte key of each piece of the state after a block."""
+    head = b"lookonce.state-piece\0" + block_hash
+    return [
+        blake3(head + number.to_bytes(8, "little")).digest() for number in range(pieces.num_pieces)
+    ]
 
 
 OUTPUT_VERSION = 1

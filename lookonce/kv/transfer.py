@@ -5,6 +5,10 @@
 
 A lookup or load past its deadline is over for its request at once; the worker that is still at it
 acknowledges later. Until then the blocks that it may write are given to no other request.
+
+With a model that keeps states, a lookup also asks after which blocks a state is held, and a load
+ends with a state: the newest one after blocks that are in place. Tiers hold a state in pieces of
+the size of a block; its first piece is written last, so that where it is held the others were.
 """
 
 from __future__ import annotations
@@ -18,13 +22,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
 from lookonce.kv.chain import GuardedTier, TierChain
+from lookonce.kv.objects import state_piece_keys
 from lookonce.kv.tier import Reason
-from lookonce.types.ports import KVPageCopier
+from lookonce.types.kv import StatePieces
+from lookonce.types.ports import KVPageCopier, StateCopier
 
 logger = logging.getLogger(__name__)
 NUM_LOADERS = 2
@@ -37,11 +43,30 @@ MAX_QUEUED_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
+class HeldStates:
+    """The states of a prompt that tiers hold."""
+
+    after: tuple[int, ...] = ()
+    """Leading blocks after which one is held, most first. Of the first one all pieces are held; of
+    others perhaps not."""
+    keys: Sequence[bytes] = ()
+    sources: Sequence[int] = ()
+    """The pieces of the first one, and the tier of each, leased there."""
+    num_shared: int = 0
+    """Leading blocks whose K/V are held."""
+
+
+NO_STATES = HeldStates()
+
+
+@dataclass(frozen=True, slots=True)
 class Answered:
     ticket: int
     keys: Sequence[bytes]
     sources: tuple[int, ...] | None
-    """Tier of each leading block that is held, leased there; None: the lookup failed."""
+    """Tier of each leading block that is held, leased there; None: the lookup failed. With states:
+    up to the newest one."""
+    states: HeldStates = NO_STATES
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +74,10 @@ class Loaded:
     ticket: int
     num_loaded: int
     reason: Reason | None
+    state_after: int = 0
+    """Leading blocks of the prompt after which the loaded state is; 0: none was loaded."""
+    state_tier: int = 0
+    """Which tier gave it; of several, the farthest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +107,12 @@ class _Job:
     block_ids: Sequence[int] = ()
     first: int = 0
     num_loaded: int = 0
+    states: HeldStates = NO_STATES
+    num_local: int = 0
+    snapshot: int | None = None
+    """Where a state is loaded to."""
+    state_after: int = 0
+    state_tier: int = 0
     settled: bool = False
     cancelled: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -101,17 +136,21 @@ class Transfers:
         pages: KVPageCopier,
         tell: Callable[[Event], None],
         *,
+        states: StateCopier | None = None,
         lookup_seconds: float = LOOKUP_SECONDS,
         load_seconds: float = LOAD_SECONDS,
         max_queued_bytes: int = MAX_QUEUED_BYTES,
     ) -> None:
+        """`states`: of a model that keeps states beside keys and values."""
         self._chain = chain
         self._pages = pages
+        self._states = states
         self._tell = tell
         self._lookup_seconds = lookup_seconds
         self._load_seconds = load_seconds
         self._block_bytes = pages.layout.block_bytes
         self._slice_blocks = max(1, SLICE_BYTES // self._block_bytes)
+        self._pieces = StatePieces(0 if states is None else states.state_bytes, self._block_bytes)
         self._loads: dict[int, _Job] = {}
         self._workers = TransferWorkers("kv", chain, self._block_bytes, max_queued_bytes)
 
@@ -137,14 +176,22 @@ class Transfers:
         sources: Sequence[int],
         block_ids: Sequence[int],
         first: int = 0,
+        *,
+        states: HeldStates = NO_STATES,
+        num_local: int = 0,
+        snapshot: int | None = None,
     ) -> None:
-        """Load blocks `first` on; `keys`, `sources`, `block_ids` begin at the prompt's start."""
+        """Load blocks `first` on; `keys`, `sources`, `block_ids` begin at the prompt's start.
+
+        With a `snapshot` also one of the `states`, after more than `num_local` blocks.
+        """
         job = self._loads[ticket] = _Job(ticket, keys, sources, block_ids, first)
+        job.states, job.num_local, job.snapshot = states, num_local, snapshot
 
         def expire() -> None:
             job.cancelled = True
             if job.settle():
-                self._tell(Loaded(ticket, job.num_loaded, "timeout"))
+                self._tell(_outcome(job, "timeout"))
 
         self._workers.deadlines.at(time.monotonic() + self._load_seconds, expire)
         self._workers.load(lambda: self._load(job))
@@ -154,6 +201,11 @@ class Transfers:
         nbytes = len(keys) * self._block_bytes
         job = partial(self._store, ticket, keys, block_ids)
         return self._workers.gather(nbytes, job, count=len(keys))
+
+    def submit_state_store(self, ticket: int, block_hash: bytes, snapshot: int) -> bool:
+        """False, and counted, when the queue is full."""
+        job = partial(self._store_state, ticket, block_hash, snapshot)
+        return self._workers.gather(self._pieces.padded_bytes, job)
 
     def release(self, keys: Sequence[bytes], sources: Sequence[int]) -> None:
         """Give back the leases that a lookup took."""
@@ -177,22 +229,67 @@ class Transfers:
     def _look_up(self, job: _Job) -> None:
         if job.settled:
             return
-        sources = self._chain.lease(job.keys)
+        sources, states = self._chain.lease(job.keys), NO_STATES
+        if sources and self._states is not None:
+            sources, states = self._to_newest_state(job.keys, sources)
         if job.settle():
-            self._tell(Answered(job.ticket, job.keys, sources))
+            self._tell(Answered(job.ticket, job.keys, sources, states))
         elif sources:
             self._chain.release(job.keys[: len(sources)], sources)
+            self._chain.release(states.keys, states.sources)
+
+    def _to_newest_state(
+        self, keys: Sequence[bytes], sources: tuple[int, ...]
+    ) -> tuple[tuple[int, ...] | None, HeldStates]:
+        """The leading blocks up to the newest state that is held; gives back the leases on others.
+
+        None where no state was found and some tier could not say.
+        """
+        held = len(sources)
+        firsts = [state_piece_keys(key, self._pieces)[0] for key in keys[:held]]
+        found, unsure = self._chain.locate(firsts, states=True)
+        leased = [(key, tier) for key, tier in zip(firsts, found, strict=True) if tier is not None]
+        self._chain.release([key for key, _ in leased], [tier for _, tier in leased])
+        after = [count for count in range(held, 0, -1) if found[count - 1] is not None]
+        pieces: list[bytes] = []
+        tiers: list[int] = []
+        while after:
+            pieces = state_piece_keys(keys[after[0] - 1], self._pieces)
+            tiers, located = self._locate_whole(pieces)
+            unsure |= located is None
+            if located:
+                break
+            del after[0]
+        end = after[0] if after else 0
+        self._chain.release(keys[end:held], sources[end:])
+        if not end:
+            return (None if unsure else ()), HeldStates(num_shared=held)
+        return sources[:end], HeldStates(tuple(after), pieces, tiers, held)
+
+    def _locate_whole(self, pieces: Sequence[bytes]) -> tuple[list[int], bool | None]:
+        """The tier of each piece of a state, leased there, and whether all are held; otherwise none
+        is leased. None: some tier could not say."""
+        found, unsure = self._chain.locate(pieces, states=True)
+        tiers = [tier for tier in found if tier is not None]
+        if len(tiers) == len(pieces):
+            return tiers, True
+        held = [key for key, tier in zip(pieces, found, strict=True) if tier is not None]
+        self._chain.release(held, tiers)
+        return [], None if unsure else False
 
     def _load(self, job: _Job) -> None:
         reason: Reason | None = "io"
         try:
             reason = self._load_slices(job)
+            if job.snapshot is not None:
+                reason = self._load_newest_state(job, job.snapshot) or reason
         finally:
             self._loads.pop(job.ticket, None)
             if job.settle():
-                self._tell(Loaded(job.ticket, job.num_loaded, reason))
+                self._tell(_outcome(job, reason))
             self._tell(Acknowledged(job.ticket))
             self._chain.release(job.keys, job.sources)
+            self._chain.release(job.states.keys, job.states.sources)
 
     def _load_slices(self, job: _Job) -> Reason | None:
         staging = np.empty(self._slice_blocks * self._block_bytes, dtype=np.uint8)
@@ -215,6 +312,48 @@ class Transfers:
                 return outcome.reason
         return None
 
+    def _load_newest_state(self, job: _Job, snapshot: int) -> Reason | None:
+        """Load the state after most blocks of those that are in place; why a newer one was not."""
+        in_place, first_reason = job.first + job.num_loaded, None
+        for after in job.states.after:
+            if after <= job.num_local or job.cancelled:
+                break
+            if after > in_place:
+                continue
+            reason = self._load_state(job, after, snapshot)
+            if reason is None:
+                break
+            first_reason = first_reason or reason
+        return "timeout" if job.cancelled and not job.state_after else first_reason
+
+    def _load_state(self, job: _Job, after: int, snapshot: int) -> Reason | None:
+        """Load the state after so many blocks whole, verified before the device gets any of it."""
+        assert self._states is not None
+        size, pieces = self._pieces.piece_bytes, state_piece_keys(job.keys[after - 1], self._pieces)
+        tiers, whole = self._locate_whole(pieces)
+        if not whole:
+            return "missing"
+        buffer = np.empty(self._pieces.padded_bytes, dtype=np.uint8)
+        try:
+            for start, stop in _slices(tiers, 0, self._slice_blocks):
+                if job.cancelled:
+                    return "timeout"
+                tier, into = tiers[start], buffer[start * size : stop * size].data
+                outcome, seconds = self._chain.tiers[tier].read(
+                    pieces[start:stop], into, states=True
+                )
+                if outcome.reason is not None:
+                    return outcome.reason
+                self._tell(Measured(tier, stop - start, seconds))
+            self._states.scatter(snapshot, buffer[: self._pieces.state_bytes].data)
+        finally:
+            self._chain.release(pieces, tiers)
+        job.state_tier, job.state_after = max(tiers), after
+        self._chain.tiers[job.state_tier].count_states(loaded=1)
+        if job.state_tier:
+            self._workers.offer(pieces, buffer.data, nearer_than=job.state_tier, is_state=True)
+        return None
+
     def _keep_nearer(self, tier: int, keys: Sequence[bytes], payloads: memoryview) -> None:
         """Store blocks of a farther tier in the nearer ones, as far as their queues have room."""
         if tier:
@@ -235,11 +374,29 @@ class Transfers:
         for batch, payloads in batches:
             self._workers.offer(batch, payloads)
 
+    def _store_state(self, ticket: int, block_hash: bytes, snapshot: int) -> None:
+        assert self._states is not None
+        pieces = self._pieces
+        buffer = np.empty(pieces.padded_bytes, dtype=np.uint8)
+        buffer[pieces.state_bytes :] = 0
+        try:
+            self._states.gather(snapshot, buffer[: pieces.state_bytes].data)
+        finally:
+            self._tell(Acknowledged(ticket))
+            self._workers.note_gathered(pieces.padded_bytes)
+        self._workers.offer(state_piece_keys(block_hash, pieces), buffer.data, is_state=True)
+
     def _gather(self, block_ids: Sequence[int], at: int) -> memoryview:
         wanted = block_ids[at : at + self._slice_blocks]
         payloads = np.empty(len(wanted) * self._block_bytes, dtype=np.uint8)
         self._pages.gather(wanted, payloads.data)
         return payloads.data
+
+
+def _outcome(job: _Job, reason: Reason | None) -> Loaded:
+    """What a load has come to. A state that is in place stays as it is, so it counts even where the
+    deadline has passed meanwhile."""
+    return Loaded(job.ticket, job.num_loaded, reason, job.state_after, job.state_tier)
 
 
 def _slices(sources: Sequence[int], first: int, limit: int) -> Iterator[tuple[int, int]]:
@@ -303,14 +460,19 @@ class TransferWorkers:
             self._gather_bytes -= nbytes
 
     def offer(
-        self, keys: Sequence[bytes], payloads: memoryview, *, nearer_than: int | None = None
+        self,
+        keys: Sequence[bytes],
+        payloads: memoryview,
+        *,
+        nearer_than: int | None = None,
+        is_state: bool = False,
     ) -> None:
         """Queue blocks for the writer of each tier, or of those nearer than one. `payloads` has one
-        after the other, and must not change."""
+        after the other, and must not change. `is_state`: they are the pieces of one state."""
         size = self._block_bytes
         parts = [payloads[at : at + size] for at in range(0, payloads.nbytes, size)]
         for writer in self._writers[:nearer_than]:
-            writer.offer(keys, parts)
+            writer.offer(keys, parts, is_state=is_state)
 
     def stats(self) -> dict[str, float]:
         stats = {
@@ -353,6 +515,15 @@ def _work(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
         del job
 
 
+class _Write(NamedTuple):
+    """What a tier's writer is to write."""
+
+    keys: Sequence[bytes]
+    payloads: Sequence[memoryview]
+    is_state: bool
+    """They are the pieces of one state."""
+
+
 class TierWriter:
     """One thread that writes to one tier, behind a bounded queue: a slow tier only loses stores."""
 
@@ -361,9 +532,7 @@ class TierWriter:
         self._max_queued_bytes = max_queued_bytes
         self._lock = threading.Lock()
         self._queued_bytes = 0
-        self._queue: queue.SimpleQueue[tuple[Sequence[bytes], Sequence[memoryview]] | None] = (
-            queue.SimpleQueue()
-        )
+        self._queue: queue.SimpleQueue[_Write | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"kv-store-{tier.name}", daemon=True)
         self._thread.start()
 
@@ -371,17 +540,20 @@ class TierWriter:
     def queued_bytes(self) -> int:
         return self._queued_bytes
 
-    def offer(self, keys: Sequence[bytes], payloads: Sequence[memoryview]) -> bool:
-        """Queue blocks to be written; the payloads must not change. False: dropped and counted."""
+    def offer(
+        self, keys: Sequence[bytes], payloads: Sequence[memoryview], *, is_state: bool = False
+    ) -> bool:
+        """Queue blocks, or the pieces of one state, to be written; the payloads must not change.
+        False: dropped and counted."""
         nbytes = sum(payload.nbytes for payload in payloads)
         with self._lock:
             room = self._queued_bytes + nbytes <= self._max_queued_bytes
             if room:
                 self._queued_bytes += nbytes
         if room:
-            self._queue.put((keys, payloads))
+            self._queue.put(_Write(keys, payloads, is_state))
         else:
-            self._tier.count_dropped(len(keys))
+            self._tier.count_dropped(1 if is_state else len(keys))
         return room
 
     def close(self) -> None:
@@ -390,14 +562,29 @@ class TierWriter:
 
     def _run(self) -> None:
         while (job := self._queue.get()) is not None:
-            keys, payloads = job
             try:
-                self._tier.write(keys, payloads)
+                if job.is_state:
+                    self._write_state(job)
+                elif self._tier.write(job.keys, job.payloads) is None:
+                    self._tier.count_dropped(len(job.keys))
             except Exception:
                 logger.exception("storing in a tier failed")
             with self._lock:
-                self._queued_bytes -= sum(payload.nbytes for payload in payloads)
-            del job, payloads  # the last reference to the bytes
+                self._queued_bytes -= sum(payload.nbytes for payload in job.payloads)
+            del job  # the last reference to the bytes
+
+    def _write_state(self, job: _Write) -> None:
+        """A few MiB in a call, from the last piece to the first, until the tier takes no more."""
+        keys, payloads = job.keys[::-1], job.payloads[::-1]
+        size = max(1, SLICE_BYTES // payloads[0].nbytes)
+        is_new = False
+        for at in range(0, len(keys), size):
+            stored = self._tier.write(keys[at : at + size], payloads[at : at + size], states=True)
+            if stored is None:
+                self._tier.count_dropped(1)
+                return
+            is_new |= stored > 0
+        self._tier.count_states(stored=int(is_new))
 
 
 class Deadlines:

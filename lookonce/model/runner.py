@@ -35,7 +35,7 @@ from lookonce.model.lora import RunnerLoRA
 from lookonce.model.lora_files import adaptable_layers, why_no_adapters
 from lookonce.model.pooling import Pooler
 from lookonce.model.sampler import PromptLogprobScorer, Sampler, SamplerOutput
-from lookonce.model.state import StateChunk, StepStates
+from lookonce.model.state import SnapshotCopier, StateChunk, StepStates
 from lookonce.model.step_inputs import StepInputBuilder, StepInputs
 from lookonce.model.streaming_encoder import StreamingEncoder
 from lookonce.model.text_model import TextModel, sampled_rows
@@ -124,6 +124,10 @@ class Runner:
     def page_copier(self) -> PageCopier:
         """Copies whole KV blocks to and from the external tiers, beside the steps."""
         return PageCopier(self._kv_pages)
+
+    def state_copier(self) -> SnapshotCopier | None:
+        """Copies snapshots of states to and from the external tiers; None without states."""
+        return None if self._states is None else SnapshotCopier(self._states)
 
     def output_copier(self) -> OutputCopier:
         """Copies encoder outputs to the external tiers, beside the steps."""

@@ -55,6 +55,14 @@ class StateLayout(tuple[StateSpec, ...]):
         """Bytes of one state."""
         return sum(spec.num_bytes for spec in self)
 
+    def describe(self) -> bytes:
+        """What the bytes of a state are, tensor after tensor, unambiguously."""
+        tensors = [
+            (spec.layer, spec.kind, spec.number, tuple(spec.shape), str(spec.dtype))
+            for spec in self
+        ]
+        return repr(tensors).encode()
+
 
 class StatePool:
     """The states of all rows of the batch, and snapshots; zeroed, as before the first token.
@@ -70,6 +78,7 @@ class StatePool:
         num_snapshots: int = 0,
         device: torch.device | str = "cpu",
     ) -> None:
+        self.layout = layout
         self.num_rows = num_rows
         self.device = torch.device(device)
         count = num_rows + num_snapshots
@@ -94,6 +103,45 @@ class StatePool:
     def _copy(self, source: int, target: int) -> None:
         for tensor in self.tensors.values():
             tensor[target].copy_(tensor[source])
+
+
+class SnapshotCopier:
+    """Implements `types.ports.StateCopier`; used by worker threads beside the step thread.
+
+    Host memory holds a state as one piece, tensor after tensor in the order of its layout. On CUDA
+    all threads share the default stream, as `kv_pages.PageCopier` says.
+    """
+
+    def __init__(self, pool: StatePool) -> None:
+        self._pool = pool
+
+    @property
+    def state_bytes(self) -> int:
+        return self._pool.layout.num_bytes
+
+    def describe(self) -> bytes:
+        return self._pool.layout.describe()
+
+    @torch.inference_mode()
+    def gather(self, snapshot: int, out: memoryview) -> None:
+        for tensor, part in self._parts(snapshot, out):
+            part.copy_(tensor)
+
+    @torch.inference_mode()
+    def scatter(self, snapshot: int, data: memoryview) -> None:
+        for tensor, part in self._parts(snapshot, data):
+            tensor.copy_(part)
+        if self._pool.device.type == "cuda":
+            torch.cuda.current_stream(self._pool.device).synchronize()
+
+    def _parts(self, snapshot: int, buffer: memoryview) -> Iterator[tuple[Tensor, Tensor]]:
+        """Each tensor of a snapshot, flat and as bytes, and its place in the buffer."""
+        row, start = self._pool.num_rows + snapshot, 0
+        flat = torch.frombuffer(buffer, dtype=torch.uint8)
+        for tensor in self._pool.tensors.values():
+            whole = tensor[row].reshape(-1).view(torch.uint8)
+            yield whole, flat[start : start + whole.numel()]
+            start += whole.numel()
 
 
 Key = tuple[int, str, int]

@@ -46,7 +46,7 @@ async def open_render_services(config: Config) -> AsyncIterator[Services]:
             config=config,
             renderer=renderer,
             readonly=readonly,
-            engine=RenderOnlyEngine(),
+            engine=RenderOnlyEngine(config.lora),
             metrics=metrics,
             keys=KeyRing.of(config.server),
             guard=RequestGuard.of(config.server),

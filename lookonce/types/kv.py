@@ -89,6 +89,26 @@ class OutputLayout:
         return struct.pack("<2Q16s", self.row_bytes, self.piece_bytes, self.dtype.encode())
 
 
+@dataclass(frozen=True, slots=True)
+class StatePieces:
+    """How tiers hold states beside keys and values: cut into pieces of the size of a KV block.
+
+    So one tier holds both. The last piece is filled up with zeros.
+    """
+
+    state_bytes: int
+    piece_bytes: int
+
+    @property
+    def num_pieces(self) -> int:
+        return -(-self.state_bytes // self.piece_bytes)
+
+    @property
+    def padded_bytes(self) -> int:
+        """Bytes of all pieces of one state."""
+        return self.num_pieces * self.piece_bytes
+
+
 PIECE_ROWS = 32
 MIN_PIECE_BYTES = 16 << 10
 MAX_PIECE_BYTES = 1 << 20
@@ -212,6 +232,9 @@ class Lookup:
     """For a hit: leading blocks of the prompt worth loading up to, local ones included."""
     deadline: float = 0.0
     """Monotonic second after which a pending lookup counts as an error."""
+    num_shared: int = 0
+    """Leading blocks whose K/V tiers hold, of a model with states: more than `num_blocks` where no
+    tier holds a state after them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,6 +247,8 @@ class LoadReport:
     """Leading blocks of the load that are verified and in place."""
     failure: str | None = None
     """Why it is fewer than asked: "missing", "corrupt", "timeout", "connection", "io"."""
+    state_after: int = 0
+    """Leading blocks of the prompt after which the loaded state is; 0: none was loaded."""
 
 
 @dataclass(frozen=True, slots=True)

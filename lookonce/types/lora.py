@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import msgspec
+from blake3 import blake3
 
 Install = Callable[[], None]
 """Lets the runner use what was made; called by the step thread, between two steps."""
@@ -20,6 +21,15 @@ class LoRAIdentity(msgspec.Struct, frozen=True, array_like=True):
     encoder_digest: bytes = b""
     """32 bytes over those that change encoder outputs; empty: the adapter changes none, and encoder
     outputs are shared with requests without it."""
+
+
+_ADAPTED = b"lookonce.adapted-item.1\0"
+
+
+def adapted_item_key(encoder_digest: bytes, key: bytes) -> bytes:
+    """The key of an item's encoder output with an adapter that changes it, 32 bytes; `key` is that
+    without one."""
+    return blake3(_ADAPTED + encoder_digest + key).digest()
 
 
 class LoRAInfo(msgspec.Struct, frozen=True, array_like=True):

@@ -10,6 +10,7 @@ from typing import Literal
 import msgspec
 
 from lookonce.errors import ModelLoadError
+from lookonce.types.lora import LoRAIdentity
 from lookonce.types.media import EVERY_TOKEN, Modality
 from lookonce.types.pooling import PoolingInfo
 from lookonce.types.transformers_types import KnownTypes
@@ -118,6 +119,10 @@ class ModelInfo(msgspec.Struct, frozen=True, array_like=True):
         """Most tokens of a prompt with so many items, each of whose tokens sees the whole prompt; 0
         where tokens see what comes before them alone."""
         return 0 if self.causal_texts and not num_items else self.longest_bidirectional_prompt
+
+    media_adapters: tuple[tuple[Modality, LoRAIdentity], ...] = ()
+    """The adapters that the model is published with for prompts with media, and that are served:
+    the first one that a prompt has media for is its own."""
 
     @property
     def items_in_prompt(self) -> bool:
@@ -362,6 +367,60 @@ ONE_SOUND_IN_A_PROMPT: tuple[str, ...] = ("phi4_multimodal",)
 """The same for sounds alone."""
 SOUNDS_BESIDE_PICTURES: tuple[str, ...] = ("phi4_multimodal",)
 """Types that encode a sound otherwise where its prompt has pictures."""
+
+KEEPS_STATES: tuple[str, ...] = (
+    "bamba",
+    "falcon_h1",
+    "granitemoehybrid",
+    "jamba",
+    "lfm2",
+    "lfm2_moe",
+    "lfm2_vl",
+    "lfm3",
+    "lfm3_vl",
+    "minicpmv4_6",
+    "nemotron_h",
+    "nemotron_h_omni",
+    "olmo_hybrid",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "qwen3_5_moe_text",
+    "qwen3_5_text",
+    "qwen3_next",
+)
+"""Types whose layers keep states beside keys and values."""
+KEEPS_LATENTS: tuple[str, ...] = (
+    "axk1",
+    "deepseek_v2",
+    "deepseek_v3",
+    "glm4_moe_lite",
+    "kimi_k25",
+    "longcat_flash",
+    "minicpm3",
+    "youtu",
+)
+"""Types that keep one latent for a token in place of keys and values."""
+WITHOUT_LINEAR_LAYERS: tuple[str, ...] = ("gpt-sw3", "gpt2")
+"""Types whose decoders compute products otherwise: neither adapters nor `--quantize` find any."""
+READ_FROM_GGUF: tuple[str, ...] = (
+    "gemma2",
+    "gemma3_text",
+    "gpt2",
+    "gpt_oss",
+    "lfm2",
+    "llama",
+    "minimax_m2",
+    "mistral",
+    "nemotron",
+    "phi3",
+    "qwen2",
+    "qwen2_moe",
+    "qwen3",
+    "qwen3_moe",
+    "stablelm",
+    "starcoder2",
+)
+"""Types whose GGUF files transformers reads."""
 
 UNSERVABLE: dict[str, tuple[str, ...]] = {
     "its decoder cannot be run": (

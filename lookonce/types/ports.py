@@ -83,6 +83,27 @@ class KVPageCopier(Protocol):
         """The inverse; when it returns the device sees the new contents."""
 
 
+class StateCopier(Protocol):
+    """Moves snapshots of states between the device and host memory; called by transfer workers.
+
+    `gather` reads snapshots that nobody writes meanwhile, and `scatter` writes such that nobody
+    else uses: the scheduler sees to both.
+    """
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of one state."""
+
+    def describe(self) -> bytes:
+        """What the bytes of a state are, unambiguously, for digests."""
+
+    def gather(self, snapshot: int, out: memoryview) -> None:
+        """Copy a snapshot to `out`, `state_bytes` bytes."""
+
+    def scatter(self, snapshot: int, data: memoryview) -> None:
+        """The inverse; when it returns the device sees the new contents."""
+
+
 class ExternalPrefixCache(Protocol):
     """The scheduler's half of the external KV tiers. Nothing here waits for a tier or raises.
 
@@ -92,7 +113,9 @@ class ExternalPrefixCache(Protocol):
         on_admitted ─▶ on_request_finished
 
     Blocks given to `on_allocated` and `try_store` stay referenced until their ticket has been
-    acknowledged, whatever became of the request: a late write never lands in a reused block.
+    acknowledged, whatever became of the request: a late write never lands in a reused block. The
+    same holds for snapshots of states. A model with states can use a prefix only where the state
+    after it is known: a hit ends at the newest state that a tier holds whole.
     """
 
     wake: Callable[[], None]
@@ -108,9 +131,22 @@ class ExternalPrefixCache(Protocol):
         `num_local` of the blocks are on the device. A hit ends where loading does not pay.
         """
 
-    def on_allocated(self, request_id: str, block_ids: Sequence[int], num_local: int) -> int:
+    def on_allocated(
+        self,
+        request_id: str,
+        block_ids: Sequence[int],
+        num_local: int,
+        *,
+        num_resident: int | None = None,
+        snapshot: int | None = None,
+    ) -> int:
         """Load the prompt's leading blocks, from block `num_local` on, into `block_ids` (which
-        begin with the local ones); the ticket that will be acknowledged."""
+        begin with the local ones); the ticket that will be acknowledged.
+
+        With states: the state after the last block is loaded into `snapshot`, or an earlier one
+        where that fails. The K/V of the first `num_resident` blocks, `num_local` at least, are on
+        the device already, though no state after them.
+        """
 
     def on_admitted(
         self, request_id: str, num_cached: int, used: Container[int]
@@ -122,6 +158,9 @@ class ExternalPrefixCache(Protocol):
 
     def try_store(self, hashes: Sequence[bytes], block_ids: Sequence[int]) -> int | None:
         """Keep full blocks in the tiers; a ticket, or None when the queue is full (counted)."""
+
+    def try_store_state(self, block_hash: bytes, snapshot: int) -> int | None:
+        """Keep the state after a block in the tiers; a ticket, or None as for `try_store`."""
 
     def observe_prefill(self, num_tokens: int, seconds: float) -> None:
         """What computing costs, for weighing it against loading."""
@@ -202,4 +241,5 @@ class BlockEvents(Protocol):
         items: tuple[tuple[bytes, int], ...],
     ) -> None:
         """A request's prompt of `num_tokens` is computed. `block_hash`: of its last full block, if
-        there is one; `items`: key and length, in tokens, of its first media items."""
+        there is one; `items`: key, as clients know it, and length, in tokens, of its first media
+        items."""

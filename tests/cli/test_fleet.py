@@ -68,6 +68,21 @@ def test_without_a_file_it_is_one_model() -> None:
     assert read_fleet(None, {}).groups[0].name == "nano"
 
 
+def test_adapters_are_named_on_the_command_line_or_among_a_models_options(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    given = {"lora": ("a=adapters/a", "b=/b")}
+    (group,) = read_fleet(None, given).groups
+    assert group.options == ("--lora", f"a={tmp_path}/adapters/a", "--lora", "b=/b")
+    path = written(
+        tmp_path, "models: [{model: nano, options: {lora: [x=/x, y=/y]}}, {model: nano-ear}]\n"
+    )
+    assert read_fleet(path, {}).groups[0].options == ("--lora", "x=/x", "--lora", "y=/y")
+    with pytest.raises(ConfigError, match=r"--lora: .* has several models"):
+        read_fleet(path, given)
+
+
 @pytest.mark.parametrize(
     ("text", "named"),
     [

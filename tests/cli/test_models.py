@@ -7,15 +7,21 @@ import re
 from pathlib import Path
 
 import pytest
+from transformers.modeling_gguf_pytorch_utils import GGUF_SUPPORTED_ARCHITECTURES
 
 from lookonce.cli.main import main
+from lookonce.model.quantized_weights import unpacked_methods
 from lookonce.types.model import (
     EMBEDDERS,
     GENERAL_MEDIA,
     GENERAL_TEXT,
+    KEEPS_LATENTS,
+    KEEPS_STATES,
+    READ_FROM_GGUF,
     SUPPORTED,
     UNSERVABLE,
     UNSERVABLE_MEDIA,
+    WITHOUT_LINEAR_LAYERS,
 )
 
 
@@ -64,6 +70,30 @@ def test_the_documented_types_are_those_that_the_command_lists(monkeypatch, caps
     lists = page.partition("## Text models without")[2].partition("What such a type lacks")[0]
     named = set(re.findall(r"`([\w.-]+)`", lists))
     assert {row["model_type"] for row in rows if row["served_by"] == "general"} <= named
+
+
+def test_what_is_said_of_weights_states_and_adapters(monkeypatch, capsys):
+    """The words; whether they are true of each type is seen where it is loaded (`test_facts`)."""
+    rows = {row["model_type"]: row for row in served_rows(monkeypatch, capsys)}
+    for table in (KEEPS_STATES, KEEPS_LATENTS, READ_FROM_GGUF, WITHOUT_LINEAR_LAYERS):
+        assert rows.keys() >= {*table}
+    assert all(row["weights"][0] == "safetensors" for row in rows.values())
+    assert rows["lfm2"]["keeps"] == "keys, values and states"
+    assert rows["deepseek_v3"]["keeps"] == "latents"
+    assert rows["bert"]["keeps"] == "nothing"
+    assert (rows["qwen3"]["int8"], rows["qwen3"]["lora"]) == (True, True)
+    assert "mxfp4" in rows["gpt_oss"]["weights"]
+    assert not rows["whisper"]["lora"]
+    shown = run(monkeypatch, capsys)
+    line = next(line for line in shown.splitlines() if line.startswith("qwen3_next "))
+    assert "LoRA, int8, states" in line
+    for method in unpacked_methods():
+        assert method in shown
+
+
+def test_gguf_is_read_for_the_types_that_transformers_reads():
+    read = {name.replace("gemma3_text", "gemma3") for name in READ_FROM_GGUF}
+    assert read <= set(GGUF_SUPPORTED_ARCHITECTURES)
 
 
 def test_people_see_why_a_type_is_not_served(monkeypatch, capsys):

@@ -52,11 +52,17 @@ class StateSnapshotsMachine(RuleBasedStateMachine):
             self.reserved.append(slot)
 
     @precondition(lambda self: self.reserved)
-    @rule(block_hash=st.sampled_from(HASHES), first_to_go=st.booleans())
-    def register(self, block_hash: bytes, first_to_go: bool) -> None:
-        slot = self.reserved.pop()
+    @rule(
+        block_hash=st.sampled_from(HASHES),
+        first_to_go=st.booleans(),
+        loaded=st.booleans(),
+    )
+    def register(self, block_hash: bytes, first_to_go: bool, loaded: bool) -> None:
+        slot, taken = self.reserved.pop(), self.snapshots.num_taken
         new = self.slot_of(block_hash) is None
-        assert self.snapshots.register(slot, block_hash, first_to_go=first_to_go) == new
+        kept = self.snapshots.register(slot, block_hash, first_to_go=first_to_go, loaded=loaded)
+        assert kept == new
+        assert self.snapshots.num_taken == taken + (new and not loaded)
         if new:
             self.held.insert(0 if first_to_go else len(self.held), (block_hash, slot))
 
@@ -79,6 +85,16 @@ class StateSnapshotsMachine(RuleBasedStateMachine):
         assert self.snapshots.pin(one[0]) == one[1]
         self.held.remove(one)
         self.held.append(one)
+        self.pins.append(one)
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def keep(self, data: st.DataObject) -> None:
+        """Copied to a tier: pinned, and as old as it was."""
+        one = data.draw(st.sampled_from(self.held))
+        hits = self.snapshots.num_hits
+        assert self.snapshots.keep(one[0]) == one[1]
+        assert self.snapshots.num_hits == hits
         self.pins.append(one)
 
     @precondition(lambda self: self.pins)

@@ -32,6 +32,7 @@ from lookonce.engine.process.cache_events import (
     to_events,
 )
 from lookonce.errors import ConfigError
+from lookonce.types.lora import LoRAIdentity
 from lookonce.types.sampling import SamplingParams
 from lookonce.types.step import ScheduledSequence, StepPlan, StepResult
 from tests.support.cache_items import item
@@ -299,10 +300,14 @@ def test_blocks_say_their_tokens_parents_and_pictures() -> None:
     assert event.extra_keys == [None, (key("p").hex(),), None, None, None]
 
 
-def test_a_computed_prompt_is_told_once_with_its_last_full_block_and_its_items() -> None:
+@pytest.mark.parametrize("adapter", [None, LoRAIdentity(b"a" * 32, b"encoder")])
+def test_a_computed_prompt_is_told_once_with_its_last_full_block_and_its_items(
+    adapter: LoRAIdentity | None,
+) -> None:
+    """Items by the keys that clients know, also with an adapter that changes their outputs."""
     published = Published(Engine(Limits()), "array", 1000)
     sent = request("1-2-mine", text(20, seed=1), [feature("p", 5, 3)], sampling=SHORT)
-    published.engine.add(sent)
+    published.engine.add(msgspec.structs.replace(sent, adapter=adapter))
     published.run()
     (computed,) = (each for each in published.told if isinstance(each, Computed))
     assert computed.request_id == "mine"

@@ -8,6 +8,7 @@ from lookonce.config import KVConfig, SchedulerConfig
 from lookonce.engine.process import load_engine as build_module
 from lookonce.engine.process.load_engine import load_engine
 from lookonce.errors import BadRequestError, ConfigError, ModelLoadError
+from lookonce.types.kv import TierSpec
 from tests.support.core.builders import request
 from tests.support.engine.loading import build, settings
 
@@ -56,6 +57,27 @@ def test_a_kv_cache_larger_than_the_container_may_take_is_refused(folder, tmp_pa
         build(settings(folder("llama"), kv=KVConfig(cache_bytes=1 << 21)))
     limit.write_text("max\n")
     build(settings(folder("llama"), kv=KVConfig(cache_bytes=1 << 21)))
+
+
+def test_a_hybrid_model_keeps_its_states_in_tiers(folder, tmp_path):
+    tier = TierSpec("disk", path=str(tmp_path), capacity_bytes=1 << 30)
+    kv = KVConfig(tiers=(tier,), load_policy="always")
+    for num_loaded in (0, 32):
+        core, _ = build(settings(folder("text:lfm2"), kv=kv))
+        core.add(request("r", list(range(10, 50))), {})
+        told, pending = [], 1.0
+        while core.has_work or core.num_waiting or pending:
+            output = core.step()
+            told += (
+                [d.reuse_stats.external for d in output.deltas if d.reuse_stats] if output else []
+            )
+            stats = core.stats()
+            waiting = ("queue_bytes", "blocks_held", "states_held")
+            pending = sum(stats[name] for name in stats if any(word in name for word in waiting))
+        core.close()
+        assert told[0].loaded == num_loaded
+    with pytest.raises(ConfigError, match="host: 4000 bytes are no room for this model's states"):
+        build(settings(folder("text:lfm2"), kv=KVConfig(tiers=(TierSpec("host", 4000),))))
 
 
 def test_no_sequence_is_longer_than_the_kv_cache(folder):

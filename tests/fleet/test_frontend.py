@@ -354,6 +354,57 @@ async def test_models_are_listed_and_served_by_name() -> None:
         assert "nano, other" in missing.json()["error"]["message"]
 
 
+async def test_adapters_are_listed_and_asked_for_where_they_are() -> None:
+    engines = FakeEngine("a"), FakeEngine("b", adapters={"invoices": "11" * 32})
+    async with serving(*engines) as served:
+        await served.until(lambda: served.fleet.router.models() == ["invoices", "nano"])
+        listed = (await served.client.get("/v1/models")).json()["data"]
+        assert [(card["id"], card.get("parent")) for card in listed] == [
+            ("nano", None),
+            ("invoices", "nano"),
+        ]
+        for number in range(3):
+            assert (await served.ask(f"bill {number}", model="invoices")).json()["engine"] == "b"
+        shown = await served.client.get("/v1/models/invoices")
+        assert shown.headers["x-lookonce-engine"] == "b"
+        missing = await served.ask(model="letters")
+        assert missing.status_code == 404
+        assert "invoices, nano" in missing.json()["error"]["message"]
+
+
+async def test_a_load_reaches_all_engines_that_take_adapters_and_is_known_when_it_is_answered() -> (
+    None
+):
+    async def load(engine: FakeEngine, request: Received, writer: asyncio.StreamWriter) -> None:
+        if "lora_adapter" not in request.target:
+            reply(writer, 200, {"engine": engine.name})
+        elif engine.name == "fixed":
+            reply(writer, 403, {"error": {"message": "started without --lora-dir"}})
+        elif engine.name == "full":
+            reply(writer, 400, {"error": {"message": "8 adapters are loaded"}})
+        else:
+            name = request.json["lora_name"]
+            if request.target.endswith("unload_lora_adapter"):
+                del engine.adapters[name]
+            else:
+                engine.adapters[name] = "22" * 32
+            reply(writer, 200, {})
+
+    engines = [FakeEngine(name, answer=load) for name in ("fixed", "a", "b")]
+    body = {"lora_name": "letters", "lora_path": "letters"}
+    async with serving(*engines) as served:
+        assert (await served.client.post("/v1/load_lora_adapter", json=body)).status_code == 200
+        found = {(await served.ask(str(n), model="letters")).json()["engine"] for n in range(8)}
+        assert found <= {"a", "b"}
+        assert (await served.client.post("/v1/unload_lora_adapter", json=body)).status_code == 200
+        assert (await served.ask(model="letters")).status_code == 404
+    async with serving(FakeEngine("a", answer=load), FakeEngine("full", answer=load)) as served:
+        refused = await served.client.post("/v1/load_lora_adapter", json=body)
+        assert (refused.status_code, "8 adapters" in refused.text) == (400, True)
+    async with serving(FakeEngine("fixed", answer=load)) as served:
+        assert (await served.client.post("/v1/load_lora_adapter", json=body)).status_code == 403
+
+
 async def test_tenants_are_apart() -> None:
     keys = {"api_key": ("a:one:admin", "b:two")}
     async with serving(FakeEngine("a"), FakeEngine("b"), **keys) as served:

@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from lookonce.cache.identity import item_key, media_hash, name_digest, scope_digest
 from lookonce.config import ENCODER_TOPIC, ITEM_TOPIC
+from lookonce.core.request import AdaptedKeys
 from lookonce.fleet.identity import (
     Identity,
     Processor,
@@ -25,6 +26,7 @@ from lookonce.fleet.identity import (
 from lookonce.fleet.index import short
 from lookonce.fleet.router import NoEngineError, QueuePrice, Route, Router, engines_wanted
 from lookonce.fleet.subscriber import Added, AllGone, EngineLoad, Gone, PromptComputed
+from lookonce.types.lora import LoRAIdentity
 
 PROCESSOR = Processor(b"fingerprint")
 KV = "kv-events"
@@ -210,6 +212,91 @@ def test_prompts_share_the_digests_of_their_common_beginning() -> None:
 )
 def test_what_is_no_request_is_identified_all_the_same(body: dict[str, Any]) -> None:
     assert isinstance(identity(body), Identity)
+
+
+# --- LoRA adapters ------------------------------------------------------------------------------
+
+PLAIN = LoRAIdentity(b"p" * 32)
+SEEING = LoRAIdentity(b"s" * 32, b"e" * 32)
+"""It changes encoder outputs."""
+ADAPTED = msgspec.structs.replace(
+    PROCESSOR, model="nano", adapters={"plain": PLAIN, "again": PLAIN, "seeing": SEEING}
+)
+
+
+def adapted(body: dict[str, Any], name: str, processor: Processor = ADAPTED) -> Identity:
+    return identify({**body, "model": name}, "", processor)
+
+
+def test_a_prompt_with_an_adapter_shares_no_digest_with_one_of_other_contents() -> None:
+    body = chat("hello", "yes", [picture(b"cat")])
+    nano, plain, again, seeing = (adapted(body, n) for n in ("nano", "plain", "again", "seeing"))
+    digests = [{piece.digest for piece in each.pieces} for each in (nano, plain, seeing)]
+    assert not digests[0] & digests[1]
+    assert not digests[1] & digests[2]
+    assert again.pieces == plain.pieces, "equal contents, whatever their names"
+    assert nano.media == plain.media
+    assert nano == identify(body, "", PROCESSOR), "what serves without adapters stays what it was"
+
+
+def test_the_output_of_an_adapter_that_changes_the_encoder_has_a_key_of_its_own() -> None:
+    (medium,) = adapted(chat([picture(b"cat")]), "seeing").media
+    key = picture_key(b"cat")
+    assert medium.key == short(key)
+    assert medium.output == short(AdaptedKeys(SEEING.encoder_digest).key(key))
+
+
+def test_media_ask_for_the_adapters_of_their_model() -> None:
+    own = msgspec.structs.replace(ADAPTED, media_adapters=(("image", SEEING), ("audio", PLAIN)))
+    sound = {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}
+    text, seen, heard, both, named = (
+        adapted(chat(*contents), name, own)
+        for contents, name in (
+            (["hello"], "nano"),
+            (["hello", "yes", [picture(b"cat")]], "nano"),
+            (["hello", "yes", [sound]], "nano"),
+            (["hello", "yes", [sound, picture(b"cat")]], "nano"),
+            (["hello", "yes", [picture(b"cat")]], "plain"),
+        )
+    )
+    beginnings = [each.pieces[0].digest for each in (text, seen, heard, named)]
+    assert len({*beginnings}) == 3
+    assert beginnings[2] == beginnings[3], "of the same adapter"
+    assert both.pieces[0] == seen.pieces[0], "the first one that it has media for"
+    assert [each.encoder_digest for each in (text, seen, heard, named)] == [
+        b"",
+        b"e" * 32,
+        b"",
+        b"",
+    ]
+
+
+def test_requests_go_to_engines_that_have_the_adapter() -> None:
+    fleet = Fleet("a", "b")
+    fleet.router.engines["b"].adapters = frozenset({"plain"})
+    assert fleet.router.models() == ["nano", "plain"]
+    for number in range(4):
+        _, route = fleet.send(adapted(chat(f"{number}"), "plain"))
+        assert route.engine.name == "b"
+    with pytest.raises(NoEngineError):
+        fleet.send(adapted(chat("x"), "again"))
+
+
+@pytest.mark.parametrize("url", [False, True])
+def test_an_output_without_the_adapter_is_none_with_it(url: bool) -> None:
+    """Of a picture by its bytes, and of one whose key is learned."""
+    part = picture(b"cat")
+    if url:
+        part = {"type": "image_url", "image_url": {"url": "http://example.org/cat.png"}}
+    fleet = Fleet("a", "b")
+    for engine in fleet.router.engines.values():
+        engine.adapters = frozenset({"plain", "seeing"})
+    first = fleet.serve(identify(chat([part]), "", ADAPTED))
+    _, same = fleet.send(adapted(chat([part, "?"]), "plain"))
+    assert same.engine is first.engine
+    assert same.work.num_known == 1
+    _, other = fleet.send(adapted(chat([part, "!"]), "seeing"))
+    assert other.work.num_known == 0
 
 
 def test_without_reuse_it_goes_where_the_least_waits() -> None:

@@ -7,12 +7,14 @@ import random
 import time
 from collections import Counter
 
+import pytest
+
 from lookonce.core.request import Request, SequenceState
 from lookonce.kv.tier import Reason
 from lookonce.types.kv import ExternalCacheStats
 from lookonce.types.request import GenerateRequest
 from lookonce.types.sampling import SamplingParams
-from tests.support.core.builders import Limits, feature, request, text
+from tests.support.core.builders import Limits, feature, model_info, request, text
 from tests.support.core.fake_runner import reference
 from tests.support.kv.tiers import FaultyTier
 from tests.support.kv.world import World
@@ -25,8 +27,14 @@ REASONS: tuple[Reason, ...] = ("missing", "corrupt", "timeout", "connection", "i
 class RecordingWorld(World):
     """Also keeps what admission froze, for requests that end before their first token too."""
 
-    def __init__(self, *tiers: FaultyTier) -> None:
-        limits = Limits(num_blocks=40, max_num_seqs=5, max_num_batched_tokens=24)
+    def __init__(self, *tiers: FaultyTier, state_bytes: int) -> None:
+        limits = Limits(
+            num_blocks=40,
+            max_num_seqs=5,
+            max_num_batched_tokens=24,
+            model=model_info(state_bytes=state_bytes),
+            num_snapshots=6,
+        )
         super().__init__(*tiers, limits=limits, lookup_seconds=0.02, load_seconds=0.02)
         self.frozen: dict[str, ExternalCacheStats] = {}
         on_admitted = self.connector.on_admitted
@@ -74,12 +82,15 @@ def rarest(world: RecordingWorld, aborted_in: Counter[SequenceState]) -> Request
     return min(requests, key=lambda r: min(aborted_in[s.state] for s in r.unfinished_sequences()))
 
 
-def test_everything_adds_up() -> None:
+@pytest.mark.parametrize(
+    "state_bytes", [pytest.param(0, id="keys and values"), pytest.param(150, id="states, too")]
+)
+def test_everything_adds_up(state_bytes: int) -> None:
     chance = random.Random(7)
     tiers = [FaultyTier(name="near"), FaultyTier(name="far")]
     requests: dict[str, GenerateRequest] = {}
     aborted_in: Counter[SequenceState] = Counter()
-    with RecordingWorld(*tiers) as world:
+    with RecordingWorld(*tiers, state_bytes=state_bytes) as world:
         started = time.monotonic()
         while len(requests) < NUM_REQUESTS or world.scheduler.has_work:
             room = len(requests) < NUM_REQUESTS and world.scheduler.num_waiting < 8

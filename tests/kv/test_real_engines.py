@@ -7,21 +7,34 @@ servers, or one before and after a restart.
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterator, Sequence
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from lookonce.config import ModelConfig
+from lookonce.core.state_snapshots import SnapshotPlanner
+from lookonce.kv.transfer import Transfers
 from lookonce.model.kv_pages import KVPages, PageCopier, kv_layout
 from lookonce.model.loader import load_model
 from lookonce.types.kv import ExternalCacheStats, TierSpec
-from tests.support.kv.real_engines import BLOCK_SIZE, HOST, Served, Subject, check
+from tests.support.kv.real_engines import (
+    BLOCK_SIZE,
+    HOST,
+    Served,
+    Subject,
+    check,
+    check_with_transformers,
+)
 from tests.support.kv_servers import ValkeyServer
 from tests.support.model.cases import Case, picture
+from tests.support.model.serving import Difference, make_subject
+from tests.support.model.serving import Subject as ParitySubject
 from tests.support.model_folders.make import FolderMaker
 
 
@@ -50,6 +63,60 @@ def test_same_tokens_cold_warm_and_after_a_restart(
         check(subject, first, warm=True)
     with Served(subject.loaded, *tiers) as again:
         check(subject, again, warm=kinds != ("host",))
+
+
+HYBRIDS = ("text:lfm2", "qwen3_5", "text:granitemoehybrid", "text:qwen3_next", "text:nemotron_h")
+ALL = bool(os.environ.get("ALL_MODELS"))
+
+
+@pytest.fixture(scope="module", params=HYBRIDS if ALL else HYBRIDS[:2])
+def hybrid(request: pytest.FixtureRequest, folder: FolderMaker) -> Iterator[ParitySubject]:
+    yield make_subject(folder(request.param))
+    gc.collect()
+
+
+def is_right(difference: Difference) -> bool:
+    return not difference.wrong and difference.max_logit_error < 1e-3
+
+
+def test_models_with_states_answer_as_transformers_does_after_a_restart(
+    hybrid: ParitySubject, tmp_path: Path, valkey: ValkeyServer
+) -> None:
+    disk = TierSpec("disk", path=str(tmp_path), capacity_bytes=1 << 30)
+    shared = TierSpec("valkey", path=valkey.socket)
+    with Served(hybrid.loaded, HOST, disk, shared) as first:
+        assert is_right(check_with_transformers(hybrid, first))
+        assert is_right(check_with_transformers(hybrid, first, warm=True))
+    reusing = [case for case in hybrid.cases if len(case.token_ids) > BLOCK_SIZE]
+    for tier in (disk, shared):
+        with Served(hybrid.loaded, tier) as again:
+            assert is_right(check_with_transformers(hybrid, again, warm=True))
+            stats = again.core.stats()
+            assert stats[f"kv_tier_loaded_states_total:{tier.kind}"] == len(reusing)
+
+
+def test_a_tier_that_gives_the_state_of_another_block_is_found(
+    hybrid: ParitySubject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative control: the state one block before is loaded in place of the newest."""
+    load = Transfers._load_state
+
+    def one_off(self: Transfers, job: Any, after: int, snapshot: int) -> object:
+        reason = load(self, job, max(1, after - 1), snapshot)
+        job.state_after = after
+        return reason
+
+    def at_each_block(self: SnapshotPlanner, sequence: Any, start: int, end: int) -> Any:
+        ends = range(start // BLOCK_SIZE + 1, end // BLOCK_SIZE + 1)
+        slots = [(at * BLOCK_SIZE, self._reserve(sequence, at * BLOCK_SIZE)) for at in ends]
+        return tuple((at - start, slot) for at, slot in slots if slot is not None)
+
+    monkeypatch.setattr(SnapshotPlanner, "of_chunk", at_each_block)
+    with Served(hybrid.loaded, HOST) as served:
+        check_with_transformers(hybrid, served)
+        assert is_right(check_with_transformers(hybrid, served, warm=True))
+        monkeypatch.setattr(Transfers, "_load_state", one_off)
+        assert not is_right(check_with_transformers(hybrid, served, warm=True))
 
 
 def test_one_pixel_apart_share_only_what_comes_before(subject: Subject) -> None:

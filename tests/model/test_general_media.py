@@ -46,6 +46,7 @@ from lookonce.types.model import (
 from tests.support.model.cases import MAX_LOGIT_ERROR, Case, picture
 from tests.support.model.chats import render
 from tests.support.model.copies import copied
+from tests.support.model.listed import assert_as_listed
 from tests.support.model.serving import (
     Subject,
     assert_parity,
@@ -140,6 +141,10 @@ def least_budget(subject: Subject) -> int:
     info = subject.loaded.info
     longest = max(len(case.token_ids) for case in subject.cases)
     return max(info.largest_unsplittable, longest if info.longest_bidirectional_prompt else 0)
+
+
+def test_it_is_what_lookonce_models_says(subject):
+    assert_as_listed(subject.loaded)
 
 
 @pytest.mark.parametrize("budget", [16, 64])

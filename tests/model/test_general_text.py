@@ -21,6 +21,7 @@ from lookonce.model.kv_pages import KVPages
 from lookonce.model.loader import load_model
 from lookonce.model.proof import prove
 from lookonce.types.model import EMBEDDERS, GENERAL_TEXT, SUPPORTED, UNSERVABLE
+from tests.support.model.listed import assert_as_listed
 from tests.support.model.serving import Subject, assert_parity, blocks_for_preemption, serve
 
 SAMPLE = (
@@ -43,6 +44,10 @@ BLOCK = 4
 @pytest.fixture(scope="module", params=GENERAL_TEXT if ALL else SAMPLE)
 def subject(request, subjects) -> Subject:
     return subjects(f"text:{request.param}")
+
+
+def test_it_is_what_lookonce_models_says(subject):
+    assert_as_listed(subject.loaded)
 
 
 @pytest.mark.parametrize("budget", [16, 64])

@@ -11,6 +11,7 @@ import pytest
 
 from lookonce.types.model import ENCODER_DECODER, SUPPORTED
 from tests.support.model.cases import ALL_MODELS, COMPARED, KINDS, MAX_LOGIT_ERROR
+from tests.support.model.listed import assert_as_listed
 from tests.support.model.serving import Subject, blocks_for_preemption, compare, serve
 
 BLOCK = 4
@@ -36,6 +37,10 @@ def assert_parity(served, expected, report) -> None:
     report("near_ties", difference.near_ties)
     assert difference.wrong == 0
     assert difference.max_logit_error < MAX_LOGIT_ERROR
+
+
+def test_it_is_what_lookonce_models_says(subject):
+    assert_as_listed(subject.loaded)
 
 
 @pytest.mark.parametrize("budget", [16, 23, 64] if ALL_MODELS else [23])

@@ -15,6 +15,7 @@ import pytest
 from lookonce.core.state_snapshots import StateSnapshots
 from lookonce.model.sampler import Sampler
 from lookonce.model.state import StatePool, StepStates
+from tests.support.model.listed import assert_as_listed
 from tests.support.model.live import LiveCase, LiveModel, converse, whole_logits
 from tests.support.model.serving import (
     Subject,
@@ -55,6 +56,10 @@ def kind(request) -> str:
 @pytest.fixture(scope="module")
 def subject(kind, subjects) -> Subject:
     return subjects(kind)
+
+
+def test_it_is_what_lookonce_models_says(subject):
+    assert_as_listed(subject.loaded)
 
 
 @pytest.mark.parametrize("budget", [7, 64])
@@ -135,9 +140,12 @@ def is_wrong(answers, expected) -> bool:
     return difference.wrong > 0 or difference.max_logit_error > 1e-3
 
 
-def test_a_snapshot_one_block_off_is_found(kind, subject, monkeypatch):
-    if not kind.startswith("text:"):
-        pytest.skip("of the cases with media only one short text is repeated; see the text types")
+def test_a_snapshot_one_block_off_is_found(subject, monkeypatch):
+    """Of a prompt with several media, where the model has any, that comes again."""
+    twice, expected = [subject.cases[2]] * 2, [subject.expected[2]] * 2
+    served = serve(subject.loaded, twice, budget=16, apart=True)
+    assert served.stats["state_cache_hits_total"] == 1
+    assert_parity(served, expected)
     longest = StateSnapshots.longest
 
     def one_block_off(snapshots, hashes):
@@ -154,7 +162,8 @@ def test_a_snapshot_one_block_off_is_found(kind, subject, monkeypatch):
     monkeypatch.setattr(StateSnapshots, "pin", newest)
     monkeypatch.setattr(StateSnapshots, "unpin", lambda *_: None)
     monkeypatch.setattr(StateSnapshots, "check_integrity", lambda _: None)
-    assert_wrong(subject)
+    served = serve(subject.loaded, twice, budget=16, apart=True)
+    assert is_wrong(served.answers[1:], expected[1:])
 
 
 def test_a_state_that_is_not_copied_is_found(subject):

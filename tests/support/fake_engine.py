@@ -68,6 +68,8 @@ class FakeEngine:
     model: str = "nano"
     answer: Answer = echo
     ready: bool = True
+    adapters: dict[str, str] = field(default_factory=dict)
+    """Name → digest of its contents, in hex."""
     received: list[Received] = field(default_factory=list)
     left: asyncio.Event = field(default_factory=asyncio.Event)
     """A client has closed its connection."""
@@ -109,10 +111,18 @@ class FakeEngine:
             case "/ready":
                 reply(writer, 200 if self.ready else 503, {})
             case "/v1/models":
-                reply(writer, 200, {"data": [{"id": self.model, "object": "model"}]})
+                cards = [{"id": self.model, "object": "model"}]
+                adapters = [
+                    {"id": n, "object": "model", "parent": self.model} for n in self.adapters
+                ]
+                reply(writer, 200, {"data": [*cards, *adapters]})
             case "/inference/v1/media_cache":
                 told = {"algorithm": "blake3", "fingerprint": FINGERPRINT, "dtype": "float32"}
-                reply(writer, 200, told)
+                digests = {
+                    name: {"digest": digest, "encoder_digest": ""}
+                    for name, digest in self.adapters.items()
+                }
+                reply(writer, 200, {**told, "adapters": digests, "media_adapters": {}})
             case "/metrics":
                 writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(METRICS))
                 writer.write(METRICS)

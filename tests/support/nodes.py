@@ -200,7 +200,7 @@ async def _node(
         config=config,
         renderer=renderer,
         readonly=readonly,
-        engine=engine or RenderOnlyEngine(),
+        engine=engine or RenderOnlyEngine(config.lora),
         metrics=Metrics("m", counts=counts),
         keys=KeyRing.of(config.server),
         guard=RequestGuard.of(config.server),

@@ -606,6 +606,9 @@ class KnownAdapters:
     def names(self) -> list[str]:
         return list(self._by_name)
 
+    def listed(self) -> list[LoRAInfo]:
+        return list(self._by_name.values())
+
     def set(self, adapters: Iterable[LoRAInfo]) -> None:
         self._by_name = {info.name: info for info in adapters}
 

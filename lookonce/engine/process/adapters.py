@@ -156,6 +156,11 @@ class EngineAdapters:
         return next((self._for_media[each] for each in self._for_media if each in modalities), None)
 
     @property
+    def for_media(self) -> tuple[tuple[Modality, LoRAIdentity], ...]:
+        """The model's own adapters, in the order in which prompts with several media get them."""
+        return tuple(self._for_media.items())
+
+    @property
     def chosen_by_media(self) -> bool:
         return bool(self._for_media)
 

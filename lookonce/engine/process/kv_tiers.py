@@ -4,6 +4,7 @@ its model."""
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 from lookonce.config import EncoderConfig, KVConfig
@@ -13,9 +14,9 @@ from lookonce.kv.connector import KVConnector
 from lookonce.kv.encoder_connector import EncoderConnector
 from lookonce.kv.objects import ObjectFormat, namespace_digest, output_namespace_digest
 from lookonce.kv.transfer import MAX_QUEUED_BYTES
-from lookonce.types.kv import OutputLayout
+from lookonce.types.kv import OutputLayout, StatePieces, TierSpec
 from lookonce.types.model import ModelInfo
-from lookonce.types.ports import EncoderOutputCopier, KVPageCopier
+from lookonce.types.ports import EncoderOutputCopier, KVPageCopier, StateCopier
 
 logger = logging.getLogger(__name__)
 
@@ -23,17 +24,48 @@ ROPE_FIELDS = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_
 
 
 def open_external(
-    kv: KVConfig, info: ModelInfo, rope: dict[str, object], pages: KVPageCopier
+    kv: KVConfig,
+    info: ModelInfo,
+    rope: dict[str, object],
+    pages: KVPageCopier,
+    states: StateCopier | None = None,
 ) -> KVConnector:
-    """Raises `ConfigError` for a tier this machine cannot have."""
-    namespace = namespace_digest(weights_digest=info.weights_digest, layout=pages.layout, rope=rope)
-    objects = ObjectFormat(namespace, pages.layout)
-    chain = open_chain(kv.tiers, objects)
+    """`states`: of a model that keeps states beside keys and values.
+
+    Raises `ConfigError` for a tier this machine cannot have, or that has no room for one state.
+    """
+    layout = pages.layout
+    namespace = namespace_digest(
+        weights_digest=info.weights_digest,
+        layout=layout,
+        rope=rope,
+        states=b"" if states is None else states.describe(),
+    )
+    state_bytes = 0
+    if states is not None:
+        state_bytes = StatePieces(states.state_bytes, layout.block_bytes).padded_bytes
+        _check_room(kv.tiers, state_bytes)
+    chain = open_chain(kv.tiers, ObjectFormat(namespace, layout))
     names = ", ".join(tier.name for tier in chain.tiers)
     logger.info("KV beyond the device: %s, namespace %s", names, namespace.hex()[:16])
     # Blocks stay on the device until they are copied away: never a large part of it.
-    max_queued_bytes = min(MAX_QUEUED_BYTES, max(kv.cache_bytes // 4, pages.layout.block_bytes))
-    return KVConnector(chain, pages, policy=kv.load_policy, max_queued_bytes=max_queued_bytes)
+    max_queued_bytes = min(MAX_QUEUED_BYTES, max(kv.cache_bytes // 4, layout.block_bytes))
+    return KVConnector(
+        chain,
+        pages,
+        states=states,
+        policy=kv.load_policy,
+        max_queued_bytes=max(max_queued_bytes, 2 * state_bytes),
+    )
+
+
+def _check_room(tiers: Sequence[TierSpec], state_bytes: int) -> None:
+    for spec in tiers:
+        if spec.kind in ("host", "disk") and spec.capacity_bytes < 2 * state_bytes:
+            raise ConfigError(
+                f"--kv-tier {spec.kind}: {spec.capacity_bytes} bytes are no room for this model's "
+                f"states, which take {state_bytes} bytes each"
+            )
 
 
 def open_external_outputs(

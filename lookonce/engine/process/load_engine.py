@@ -82,6 +82,9 @@ def load_engine(
     )
     own = _media_adapters(loaded, settings)
     adapters = load_adapters(loaded, runner, settings.lora, own)
+    if adapters is not None:
+        told = msgspec.structs.replace(loaded.info, media_adapters=adapters.for_media)
+        loaded = dataclasses.replace(loaded, info=told)
     info = loaded.info
     grammars = GrammarCompiler(settings.model.folder, info.vocab_size, info.eos_token_ids)
     warm_up_engine, _ = assemble(loaded.info, runner, settings, scratch)
@@ -97,13 +100,9 @@ def load_engine(
     gc.freeze()  # the model's objects stay: later collections need not walk them
     gc.enable()  # `__main__` has disabled it
     external = None
-    if settings.kv.tiers and info.state_bytes:
-        raise ConfigError(
-            "--kv-tier: this model keeps states beside keys and values, which tiers do not hold"
-        )
     if settings.kv.tiers:
-        rope = rope_of(loaded.family.text_config)
-        external = open_external(settings.kv, loaded.info, rope, runner.page_copier())
+        rope, pages = rope_of(loaded.family.text_config), runner.page_copier()
+        external = open_external(settings.kv, info, rope, pages, runner.state_copier())
     outputs = None
     if settings.encoder.tiers:
         copier = runner.output_copier()

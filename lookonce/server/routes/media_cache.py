@@ -6,17 +6,20 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import suppress
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from lookonce.errors import NotReadyError
 from lookonce.frontend.media_injection import ItemOutcome, ReadArrays, inject_offered, offered_items
 from lookonce.render.media.external_items import decode_kwargs
 from lookonce.server.audit import audit
 from lookonce.server.http.body import receive
 from lookonce.server.http.responses import json_response
 from lookonce.server.services import Principal, Services
+from lookonce.types.lora import LoRAIdentity
 from lookonce.types.media import Modality
 
 
@@ -32,14 +35,33 @@ class MediaCacheResponse(msgspec.Struct):
     """Modality → the outcome of each item, in order."""
 
 
+class AdapterDigests(msgspec.Struct):
+    """What caches depend on of a LoRA adapter, in hex digits."""
+
+    digest: str
+    """Of its contents: keys and values depend on it."""
+    encoder_digest: str
+    """Of what of it changes encoder outputs; empty: nothing does."""
+
+    @classmethod
+    def of(cls, identity: LoRAIdentity) -> AdapterDigests:
+        return cls(identity.digest.hex(), identity.encoder_digest.hex())
+
+
 class MediaCacheInfo(msgspec.Struct, kw_only=True):
-    """Arguments for `lookonce.media_hash` that give this server's MediaHashes."""
+    """Arguments for `lookonce.media_hash` that give this server's MediaHashes, and what else caches
+    depend on."""
 
     algorithm: str
     fingerprint: str
     """Hex digits."""
     dtype: str
     """The dtype of stored floating-point arrays; float32 is cast to it."""
+    adapters: dict[str, AdapterDigests]
+    """LoRA adapters by the names that requests ask for."""
+    media_adapters: dict[str, AdapterDigests]
+    """Those that the model has for prompts with media, by modality; of several that a prompt has,
+    it gets the first."""
 
 
 async def inject_media(request: Request) -> Response:
@@ -64,12 +86,17 @@ async def inject_media(request: Request) -> Response:
 
 async def show_media_cache(request: Request) -> Response:
     services: Services = request.app.state.services
-    config = services.config
+    config, known = services.config, services.engine.adapters
+    own: tuple[tuple[Modality, LoRAIdentity], ...] = ()
+    with suppress(NotReadyError):
+        own = services.engine.model.media_adapters
     return json_response(
         MediaCacheInfo(
             algorithm=config.media.hash_algorithm,
             fingerprint=services.renderer.fingerprint.hex(),
             dtype=config.model.dtype,
+            adapters={info.name: AdapterDigests.of(info.identity) for info in known.listed()},
+            media_adapters={modality: AdapterDigests.of(each) for modality, each in own},
         )
     )
 

@@ -304,6 +304,30 @@ def test_media_that_has_not_the_digest_it_is_sent_with_is_refused(folder):
     run(scenario())
 
 
+def test_a_prompt_is_rendered_for_an_adapter_by_its_name(folder, tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+
+    async def scenario():
+        async with render_node(folder("llama"), lora=(f"letters={tmp_path}",)) as node:
+            listed = (await node.http.get("/v1/models")).json()["data"]
+            assert [card["id"] for card in listed] == ["m", "letters"]
+            bodies = {}
+            for model in ("m", "letters"):
+                given = {"model": model, "messages": [{"role": "user", "content": "hello"}]}
+                answer = await node.http.post("/v1/chat/completions/render", json=given)
+                bodies[model] = answer.json()
+            assert bodies["letters"].pop("model") == "letters"
+            assert bodies["m"].pop("model") == "m"
+            for body in bodies.values():
+                del body["request_id"]
+            assert bodies["m"] == bodies["letters"]
+            given["model"] = "bills"
+            answer = await node.http.post("/v1/chat/completions/render", json=given)
+            assert answer.status_code == 404
+
+    run(scenario())
+
+
 def test_plain_prompts_go_the_same_way(folder):
     async def scenario():
         async with engine_node(folder("llava")) as engine, render_node(folder("llava")) as renderer:

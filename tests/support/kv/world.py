@@ -15,6 +15,7 @@ from lookonce.core.block_pool import BlockPool
 from lookonce.core.encoder_cache import EncoderCache
 from lookonce.core.scheduler import Scheduler
 from lookonce.core.scheduler_state import SchedulerState
+from lookonce.core.state_snapshots import StateSnapshots
 from lookonce.kv.chain import TierChain
 from lookonce.kv.connector import KVConnector
 from lookonce.kv.encoder_connector import EncoderConnector
@@ -56,6 +57,34 @@ class Pages:
                 self._runner.kv[block, row] = bytes(data[start : start + ENTRY_BYTES])
 
 
+class Snapshots:
+    """Implements `StateCopier` over the fake runner's snapshots, whose bytes are repeated."""
+
+    def __init__(self, runner: FakeRunner, snapshots: StateSnapshots) -> None:
+        self._runner = runner
+        self._snapshots = snapshots
+        self.state_bytes = snapshots.slot_bytes
+        self.errors: list[str] = []
+        """What was written to a slot that is not the load's alone, or is no whole state."""
+
+    def describe(self) -> bytes:
+        return b"digests"
+
+    def gather(self, snapshot: int, out: memoryview) -> None:
+        out[:] = self._whole(self._runner.snapshots[snapshot])
+
+    def scatter(self, snapshot: int, data: memoryview) -> None:
+        if snapshot not in self._snapshots._reserved:
+            self.errors.append(f"snapshot {snapshot} is loaded into though it is not reserved")
+        state = bytes(data[:ENTRY_BYTES])
+        if self._whole(state) != data:
+            self.errors.append(f"snapshot {snapshot} gets parts of several states")
+        self._runner.snapshots[snapshot] = state
+
+    def _whole(self, state: bytes) -> bytes:
+        return (state * (self.state_bytes // len(state) + 1))[: self.state_bytes]
+
+
 class World(Engine):
     """`tests.support.core.engine.Engine` with external tiers; use as a context manager."""
 
@@ -73,9 +102,14 @@ class World(Engine):
         self.chain = TierChain(tiers)
         pool = BlockPool(limits.num_blocks, limits.block_size)
         self.pages = Pages(self.runner, pool)
+        snapshots = self.states = None
+        if limits.model.state_bytes:
+            snapshots = StateSnapshots(limits.num_snapshots, limits.model.state_bytes)
+            self.states = Snapshots(self.runner, snapshots)
         self.connector = KVConnector(
             self.chain,
             self.pages,
+            states=self.states,
             policy=policy,
             lookup_seconds=lookup_seconds,
             load_seconds=load_seconds,
@@ -86,6 +120,7 @@ class World(Engine):
                 pool,
                 EncoderCache(limits.encoder_rows * ROW_BYTES, ROW_BYTES),
                 prefix_caching=limits.prefix_caching,
+                snapshots=snapshots,
             ),
             limits.model,
             SchedulerConfig(
@@ -107,6 +142,7 @@ class World(Engine):
     def assert_all_free(self) -> None:
         super().assert_all_free()
         assert not self.pages.errors, self.pages.errors
+        assert self.states is None or not self.states.errors, self.states.errors
 
     def settle(self, *, seconds: float = 60.0) -> None:
         """Step until every request has ended and every transfer is acknowledged."""
@@ -115,7 +151,8 @@ class World(Engine):
             if self.step() is None:
                 stats = self.scheduler.stats()
                 idle = not self.scheduler.num_waiting and not self.scheduler.num_running
-                if idle and not stats["kv_transfer_blocks_held"]:
+                held = [stats["kv_transfer_blocks_held"], stats.get("kv_transfer_states_held")]
+                if idle and not any(held):
                     return
                 time.sleep(0.001)
             assert time.monotonic() < end, "the scheduler does not come to an end"

@@ -309,9 +309,11 @@ def serve(
     prompt_logprobs: Mapping[int, int] = MappingProxyType({}),
     num_tokens: int | None = NUM_TOKENS,
     adapted: Mapping[int, LoRAAdapter] = MappingProxyType({}),
+    apart: bool = False,
     **options: Any,
 ) -> Served:
     """Answers of an `EngineCore` to all cases; one arrives every step: prefills and decodes mix.
+    `apart`: each arrives when the one before has its answer.
 
     `prompt_logprobs`: by case, how many of the likeliest it asks for beside its prompt's tokens.
     `adapted`: by case, the adapter that it is computed with. `options` are those of `make_core`.
@@ -324,7 +326,7 @@ def serve(
     scored: dict[int, list[PromptLogprob]] = {}
     waiting = list(enumerate(cases))
     while waiting or core.has_work:
-        if waiting:
+        if waiting and not (apart and core.has_work):
             index, case = waiting.pop(0)
             request = _request(index, case, prompt_logprobs.get(index), num_tokens)
             if index in adapted:
