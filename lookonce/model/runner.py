@@ -34,6 +34,7 @@ from lookonce.model.logits_processors import FAILED
 from lookonce.model.lora import RunnerLoRA
 from lookonce.model.lora_files import adaptable_layers, why_no_adapters
 from lookonce.model.pooling import Pooler
+from lookonce.model.sampled_tokens import SampledTokens
 from lookonce.model.sampler import PromptLogprobScorer, Sampler, SamplerOutput
 from lookonce.model.state import StateChunk, StepStates
 from lookonce.model.step_inputs import StepInputBuilder, StepInputs
@@ -101,7 +102,8 @@ class Runner:
         if family.frame_encoder is not None:
             streaming = StreamingEncoder(family.frame_encoder, loaded.dtype, loaded.device)
             self.frame_rows = FrameRows(streaming, self._encoder, loaded.dtype)
-        self._sampler = Sampler(loaded.info.vocab_size, loaded.info.eos_token_ids)
+        self._sampled = SampledTokens(loaded.device)
+        self._sampler = Sampler(loaded.info.vocab_size, loaded.info.eos_token_ids, self._sampled)
         self._batch = InputBatch(
             max_num_seqs=max_num_seqs,
             max_model_len=loaded.info.max_model_len,
@@ -119,6 +121,7 @@ class Runner:
             block_size=kv_pages.block_size,
             device=loaded.device,
             encoder_decoder=family.encoder_decoder,
+            sampled=self._sampled,
         )
 
     def page_copier(self) -> PageCopier:
@@ -133,9 +136,16 @@ class Runner:
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step. The result names items and sequences that failed; the others go on."""
         with self._threads.working_on(plan, is_large=self._is_large):
-            return self._execute(plan)
+            return self._begin(plan)()
 
-    def _execute(self, plan: StepPlan) -> StepResult:
+    @torch.inference_mode()
+    def begin(self, plan: StepPlan) -> Callable[[], StepResult]:
+        """Enqueue one step (`types.ports.ModelRunner.begin`); on a CPU it is computed at once."""
+        with self._threads.working_on(plan, is_large=self._is_large):
+            return self._begin(plan)
+
+    def _begin(self, plan: StepPlan) -> Callable[[], StepResult]:
+        drawn = self._sampled.begin_step()
         self._remove(plan.finished)
         for new in plan.new:
             self._add(new)
@@ -156,15 +166,25 @@ class Runner:
             self._encoder.check(report)
             computable = self._with_rows(self.frame_rows, computable, report.failed, output)
         self._compute(computable, output)
-        reads.wait()
-        output.finish()
-        if self._encoder.check(report):
-            for chunk in computable:
-                if any(key in report.failed for key in self._keys_read(chunk)):
-                    output.discard(chunk.seq_id)
-        return output.result(plan, report)
+        reads.close()
+        keys_read: dict[int, list[bytes]] = {}
+        if report.made:
+            keys_read = {chunk.seq_id: self._keys_read(chunk) for chunk in computable}
+
+        def finish() -> StepResult:
+            reads.wait()
+            output.finish()
+            self._sampled.told(drawn)
+            if self._encoder.check(report):
+                for seq_id, keys in keys_read.items():
+                    if any(key in report.failed for key in keys):
+                        output.discard(seq_id)
+            return output.result(plan, report)
+
+        return finish
 
     def _remove(self, seq_ids: Sequence[int]) -> None:
+        self._sampled.remove(seq_ids)
         self._batch.remove(seq_ids)
         self._prompt_logprobs.remove(seq_ids)
         self._aligner.remove(seq_ids)
@@ -311,6 +331,7 @@ class Runner:
             at + num_dropped[row_of(seq_id)] for seq_id, at in zip(seq_ids, positions, strict=True)
         ]
         drawn = self._sampler.begin(logits, seq_ids, drawn_at, output.reads)
+        self._sampled.note(seq_ids, drawn.tokens)
 
         def told() -> None:
             sampled_tokens = drawn()

@@ -101,6 +101,9 @@ class CapturingRunner(Runner):
     def execute(self, plan: StepPlan) -> StepResult:
         return super().execute(self._edit(plan))
 
+    def begin(self, plan: StepPlan) -> Callable[[], StepResult]:
+        return super().begin(self._edit(plan))
+
     def logits(
         self, inputs: StepInputs, seq_ids: Sequence[int], hidden: torch.Tensor | None = None
     ) -> torch.Tensor:
@@ -277,9 +280,10 @@ def make_core(
     edit: PlanEdit = lambda plan: plan,
     num_snapshots: int = 32,
     adapters: Sequence[LoRAAdapter] = (),
+    overlapped: bool = False,
 ) -> tuple[EngineCore, CapturingRunner]:
     """`info` is what the scheduler believes of the model, `edit` changes plans on their way to the
-    runner: both are for taking a piece of handling away.
+    runner: both are for taking a piece of handling away. `overlapped`: plan ahead of results.
     """
     info = info or loaded.info
     own = media_adapters(loaded.info.name, loaded.info.model_type)
@@ -307,7 +311,7 @@ def make_core(
     for adapter in adapters:
         assert runner.lora is not None
         runner.lora.loaded = runner.lora.loaded.with_adapter(adapter)
-    return EngineCore(scheduler, runner), runner
+    return EngineCore(scheduler, runner, overlapped=overlapped), runner
 
 
 def serve(
