@@ -39,6 +39,7 @@ from lookonce.model.sampler import PromptLogprobScorer, Sampler, SamplerOutput
 from lookonce.model.state import StateChunk, StepStates
 from lookonce.model.step_inputs import StepInputBuilder, StepInputs
 from lookonce.model.streaming_encoder import StreamingEncoder
+from lookonce.model.tensor_parallel import SharedSampler
 from lookonce.model.text_model import TextModel, sampled_rows
 from lookonce.types.request import PromptLogprob, TokenLogprob
 from lookonce.types.step import (
@@ -103,7 +104,9 @@ class Runner:
             streaming = StreamingEncoder(family.frame_encoder, loaded.dtype, loaded.device)
             self.frame_rows = FrameRows(streaming, self._encoder, loaded.dtype)
         self._sampled = SampledTokens(loaded.device)
-        self._sampler = Sampler(loaded.info.vocab_size, loaded.info.eos_token_ids, self._sampled)
+        sampler = Sampler(loaded.info.vocab_size, loaded.info.eos_token_ids, self._sampled)
+        self._group = loaded.group
+        self._sampler = sampler if self._group is None else SharedSampler(sampler, self._group)
         self._batch = InputBatch(
             max_num_seqs=max_num_seqs,
             max_model_len=loaded.info.max_model_len,
@@ -113,16 +116,22 @@ class Runner:
         pooling = loaded.info.pooling
         self._pooler = None if pooling is None else Pooler(pooling.kind, loaded.head)
         self._prompt_logprobs = PromptLogprobScorer(self._batch, loaded.info.vocab_size)
-        self._inputs = StepInputBuilder(
-            self._batch,
-            position_axes=family.position_axes,
-            max_num_seqs=max_num_seqs,
-            max_num_tokens=max(max_num_batched_tokens, family.largest_unsplittable),
-            block_size=kv_pages.block_size,
-            device=loaded.device,
-            encoder_decoder=family.encoder_decoder,
-            sampled=self._sampled,
+        # Two on an accelerator, in turn: the host fills one while the other is still copied.
+        self._inputs, self._next_inputs = (
+            StepInputBuilder(
+                self._batch,
+                position_axes=family.position_axes,
+                max_num_seqs=max_num_seqs,
+                max_num_tokens=max(max_num_batched_tokens, family.largest_unsplittable),
+                block_size=kv_pages.block_size,
+                device=loaded.device,
+                encoder_decoder=family.encoder_decoder,
+                sampled=self._sampled,
+            )
+            for _ in range(2)
         )
+        if loaded.device.type == "cpu":
+            self._next_inputs = self._inputs
 
     def page_copier(self) -> PageCopier:
         """Copies whole KV blocks to and from the external tiers, beside the steps."""
@@ -145,6 +154,7 @@ class Runner:
             return self._begin(plan)
 
     def _begin(self, plan: StepPlan) -> Callable[[], StepResult]:
+        self._inputs, self._next_inputs = self._next_inputs, self._inputs
         drawn = self._sampled.begin_step()
         self._remove(plan.finished)
         for new in plan.new:
@@ -289,6 +299,8 @@ class Runner:
         except torch.AcceleratorError:
             raise  # the device is lost, not the sequence
         except COMPUTE_ERRORS as error:
+            if self._group is not None:
+                raise  # other ranks may not have failed, and do not compute it again
             logger.warning("a step failed", extra={"sequences": len(chunks)}, exc_info=error)
             if len(chunks) == 1:
                 output.fail(chunks[0].seq_id, f"computing failed ({type(error).__name__})")

@@ -71,7 +71,7 @@ class StepInputBuilder:
     ) -> None:
         """`sampled`: the tokens that are on the device alone; None: there are none."""
         self._batch = batch
-        self._sampled = sampled or SampledTokens(device)
+        self._sampled = SampledTokens(device) if sampled is None else sampled
         self._fed = StaticBuffer((2, max_num_seqs), torch.int64, device)
         """Where tokens from the device go to, and where they come from."""
         self._device = device

@@ -27,7 +27,7 @@ from lookonce.core.scheduler_state import SchedulerOutput
 from lookonce.engine.process.adapters import EngineAdapters
 from lookonce.engine.process.cache_events import EventPublisher, Load, StepEvents
 from lookonce.engine.process.grammar import Compile
-from lookonce.errors import LookOnceError, RequestFailedError
+from lookonce.errors import DeviceLostError, LookOnceError, RequestFailedError
 from lookonce.types.media import Array, MediaFeature, ProcessedItem
 from lookonce.types.model import ModelInfo
 from lookonce.types.ports import ExternalEncoderCache, ExternalPrefixCache, ModelRunner
@@ -131,7 +131,7 @@ class EngineCore:
         try:
             return _StepUnderWay(plan, self._runner.begin(plan), started)
         except Exception as error:
-            if self._is_device_lost():
+            if self._is_device_lost(error):
                 raise
             logger.exception(BROKEN_STEP, plan.step_id, len(plan.scheduled))
             broken = _broken(plan, error)
@@ -142,7 +142,7 @@ class EngineCore:
         try:
             result = step.wait()
         except Exception as error:
-            if self._is_device_lost():
+            if self._is_device_lost(error):
                 raise
             logger.exception(BROKEN_STEP, step.plan.step_id, len(step.plan.scheduled))
             result = _broken(step.plan, error)
@@ -242,17 +242,17 @@ class EngineCore:
         try:
             result = self._runner.execute(plan)
         except Exception as error:
-            if self._is_device_lost():
+            if self._is_device_lost(error):
                 raise
             logger.exception(BROKEN_STEP, plan.step_id, len(plan.scheduled))
             return _broken(plan, error)
         self._note_done(plan, result, started)
         return result
 
-    def _is_device_lost(self) -> bool:
-        """A step has raised. Whether so many have in a row that the device counts as lost."""
+    def _is_device_lost(self, error: Exception) -> bool:
+        """A step has raised. Whether that says so, or so many have in a row."""
         self._broken_steps += 1
-        return self._broken_steps >= MAX_BROKEN_STEPS
+        return isinstance(error, DeviceLostError) or self._broken_steps >= MAX_BROKEN_STEPS
 
     def _note_done(self, plan: StepPlan, result: StepResult, started: float) -> None:
         if self.load is not None:
