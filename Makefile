@@ -101,7 +101,7 @@ test-models: $(STAMP)
 # Skipped by name without one.
 test-cuda: $(STAMP)
 	@if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
-	  ALL_MODELS=1 TEST_CUDA=1 $(BIN)/python -m pytest --timeout 900 -n0 tests/model/test_device_waits.py && $(BIN)/lookonce doctor --gpu; \
+	  ALL_MODELS=1 TEST_CUDA=1 $(BIN)/python -m pytest --timeout 900 -n0 tests/model/test_device_waits.py tests/model/test_overlapped_steps.py && $(BIN)/lookonce doctor --gpu; \
 	else echo "test-cuda: skipped, torch finds no NVIDIA GPU here"; fi
 
 # The web page in a real browser, and axe-core over it. Skipped by name where Chromium cannot be installed.

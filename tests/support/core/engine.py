@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -11,6 +12,9 @@ from lookonce.types.request import GenerateRequest, PrefillStats, PromptLogprob,
 from lookonce.types.step import StepPlan, StepResult
 from tests.support.core.builders import ROW_BYTES, Limits, items_for, make_scheduler
 from tests.support.core.fake_runner import FakeRunner
+
+OVERLAPPED = bool(os.environ.get("TEST_OVERLAPPED"))
+"""Whether steps are planned ahead of results where a test does not say (`make test-overlapped`)."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +43,7 @@ class Engine:
         limits: Limits = Limits(),  # noqa: B008 - frozen
         costs: StepCosts = StepCosts(),
         *,
-        overlapped: bool = False,
+        overlapped: bool = OVERLAPPED,
     ) -> None:
         """`overlapped`: plan each step before the result of the last one is applied."""
         self.overlapped = overlapped

@@ -40,6 +40,7 @@ from lookonce.types.model import ONE_IN_A_PROMPT, ONE_SOUND_IN_A_PROMPT, ModelIn
 from lookonce.types.request import GenerateRequest, PromptLogprob
 from lookonce.types.sampling import SamplingParams
 from lookonce.types.step import StepPlan, StepResult
+from tests.support.core.engine import OVERLAPPED
 from tests.support.model.cases import MAX_LOGIT_ERROR, Case, CaseMaker, Part, array, picture, sound
 from tests.support.model.chats import PoolInProcess, chat_case
 from tests.support.render import hugging_face
@@ -280,7 +281,7 @@ def make_core(
     edit: PlanEdit = lambda plan: plan,
     num_snapshots: int = 32,
     adapters: Sequence[LoRAAdapter] = (),
-    overlapped: bool = False,
+    overlapped: bool = OVERLAPPED,
 ) -> tuple[EngineCore, CapturingRunner]:
     """`info` is what the scheduler believes of the model, `edit` changes plans on their way to the
     runner: both are for taking a piece of handling away. `overlapped`: plan ahead of results.
