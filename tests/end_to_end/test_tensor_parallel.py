@@ -1,6 +1,7 @@
 """Two processes that compute one model together answer as one does; when one dies both begin again.
 
 Rank 1 gets its input tokens from rank 0 on the way, and every picture from the plans.
+`make test-tensor-parallel` runs this; `make test` has ranks in threads (`tests/model`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import pytest
 from tests.support.live_server import LiveServer, until
 from tests.support.traffic import drawn
 
+pytestmark = pytest.mark.soak
 ENGINE, RANK = b"lookonce.engine.process\0", b"lookonce.engine.process.tensor_parallel_rank\0"
 SCHEMA = {
     "type": "object",
