@@ -141,6 +141,8 @@ class ModelConfig:
     """One of `QUANTIZATIONS`, to which the text model's matrices are quantized; None: none."""
     tensor_parallel_size: int = 1
     """Processes that compute the text model together."""
+    cuda_graph_bytes: int = 0
+    """Memory for CUDA graphs of decode steps; 0: none are captured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -456,6 +458,7 @@ class Options:
     pooling: str | None = None
     quantize: str | None = None
     tensor_parallel: int = 1
+    cuda_graph_gb: float = 1.0
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
     max_queue: int = 1024
@@ -528,6 +531,7 @@ def resolve(options: Options) -> Config:
             pooling=_pooling(options.pooling),
             quantize=_quantize(options.quantize, device),
             tensor_parallel_size=_tensor_parallel(options),
+            cuda_graph_bytes=int(options.cuda_graph_gb * GIB),
         ),
         scheduler=SchedulerConfig(
             max_num_seqs=options.max_num_seqs,

@@ -55,6 +55,7 @@ HELP: dict[str, str] = {
     "CPU; a quarter of float32's memory, and answers of rounded weights.",
     "tensor_parallel": "Processes that compute the text model together, each a part of it: on one "
     "GPU each, or on the CPU.",
+    "cuda_graph_gb": "Memory for CUDA graphs of decode steps, GiB; 0 turns them off.",
     "max_model_len": "Prompt plus generated tokens of one sequence; the model's own by default.",
     "lora": "NAME=FOLDER: a LoRA adapter as PEFT writes it, which requests ask for by its name as "
     "the model; repeatable.",
@@ -155,6 +156,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "dtype",
         "quantize",
         "tensor_parallel",
+        "cuda_graph_gb",
         "max_model_len",
         "pooling",
         "lora",

@@ -17,6 +17,12 @@ from lookonce.errors import LookOnceError, RequestFailedError
 from lookonce.model.alignment import Aligner
 from lookonce.model.attention.backend import AttentionBackend
 from lookonce.model.attention.cross import CrossStates, Recording
+from lookonce.model.decode_graphs import (
+    SCRATCH_BLOCKS,
+    Capture,
+    DecodeGraphs,
+    is_plain_decode,
+)
 from lookonce.model.device import StepReads
 from lookonce.model.encoder_runner import (
     COMPUTE_ERRORS,
@@ -73,9 +79,14 @@ class Runner:
         threads: ThreadCounts | None = None,
         num_snapshots: int = 0,
         adapters: bool = False,
+        decode_sizes: Sequence[int] = (),
+        capture: Capture | None = None,
     ) -> None:
         """`threads` None leaves torch's number of threads as it is. `num_snapshots`: room for
         states of cached prefixes, of a model with states. `adapters`: LoRA adapters may be loaded.
+        `decode_sizes`: decode steps are padded to the next of these numbers of sequences, and
+        captured where there is a `capture`; then the last of the `kv_pages` is no block of the
+        scheduler's.
         """
         self._threads = threads or ThreadCounts(1, 1)
         self._family = family = loaded.family
@@ -132,6 +143,24 @@ class Runner:
         )
         if loaded.device.type == "cpu":
             self._next_inputs = self._inputs
+        self._graphs: DecodeGraphs | None = None
+        if decode_sizes and (capture is None or self.text_model.is_capturable):
+            self._graphs = DecodeGraphs(
+                lambda inputs: self.text_model(inputs, None),
+                decode_sizes,
+                position_axes=family.position_axes,
+                block_size=kv_pages.block_size,
+                max_blocks=self._batch.block_tables.shape[1],
+                scratch_block=kv_pages.num_blocks - SCRATCH_BLOCKS,
+                device=loaded.device,
+                capture=capture,
+            )
+
+    @torch.inference_mode()
+    def capture(self) -> None:
+        """Capture decode steps of each size, where the runner has a `capture`."""
+        if self._graphs is not None:
+            self._graphs.capture()
 
     def page_copier(self) -> PageCopier:
         """Copies whole KV blocks to and from the external tiers, beside the steps."""
@@ -398,6 +427,10 @@ class Runner:
         """
         if hidden is not None:
             return self.text_model.compute_logits(sampled_rows(hidden, inputs))
+        if self._graphs is not None and is_plain_decode(inputs):
+            logits = self._graphs.logits(inputs)
+            if logits is not None:
+                return logits
         return self.text_model(inputs, self._encoder_rows(inputs), self._cross_states(inputs))
 
     def _cross_states(

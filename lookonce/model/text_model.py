@@ -84,6 +84,11 @@ class TextModel:
             self._native = native_decoder(self._decoder, family, dtype, kv_pages)
 
     @property
+    def is_capturable(self) -> bool:
+        """Whether a graph can hold a decode step on a GPU: nothing in it depends on the host."""
+        return isinstance(self._decoder, FusedDecoder) and self._backend.is_capturable
+
+    @property
     def is_native(self) -> bool:
         """Whether decode steps run in compiled code."""
         return self._native is not None

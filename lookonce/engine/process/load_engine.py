@@ -32,6 +32,7 @@ from lookonce.engine.process_io import EngineSettings
 from lookonce.errors import BadRequestError, ConfigError, ModelLoadError
 from lookonce.model.attention.backend import AttentionBackend
 from lookonce.model.attention.select import resolve_block_size, select_backend
+from lookonce.model.decode_graphs import SCRATCH_BLOCKS, CudaGraphs, decode_sizes
 from lookonce.model.loader import LoadedModel, load_model, media_adapters
 from lookonce.model.lora_files import AdapterStore, why_no_adapters
 from lookonce.model.runner import Runner, ThreadCounts
@@ -90,6 +91,7 @@ def load_engine(
     adapters = load_adapters(loaded, runner, settings.lora, own)
     info = loaded.info
     grammars = GrammarCompiler(settings.model.folder, info.vocab_size, info.eos_token_ids)
+    runner.capture()
     warm_up_engine, _ = assemble(loaded.info, steps, settings, scratch)
     if settings.events is not None:
         warm_up_engine.load = Load()
@@ -184,9 +186,17 @@ def make_runner(
     threads: ThreadCounts | None = None,
 ) -> Runner:
     """A runner with as many blocks as `pool`; `threads` None: torch's setting stays."""
+    sizes: tuple[int, ...] = ()
+    capture = None
+    if loaded.device.type == "cuda" and settings.model.cuda_graph_bytes and loaded.group is None:
+        sizes = decode_sizes(settings.scheduler.max_num_seqs)
+        capture = CudaGraphs(loaded.device, settings.model.cuda_graph_bytes)
+    spare = SCRATCH_BLOCKS if sizes else 0
     return Runner(
         loaded,
-        kv_pages=loaded.kv_pages(pool.num_blocks, pool.block_size),
+        kv_pages=loaded.kv_pages(pool.num_blocks + spare, pool.block_size),
+        decode_sizes=sizes,
+        capture=capture,
         backend=backend,
         max_num_seqs=settings.scheduler.max_num_seqs,
         max_num_batched_tokens=settings.scheduler.max_num_batched_tokens,

@@ -30,6 +30,7 @@ from lookonce.engine.process.engine_core import EngineCore
 from lookonce.engine.process.load_engine import load_adapters
 from lookonce.model.attention.backend import AttentionBackend
 from lookonce.model.attention.select import select_backend
+from lookonce.model.decode_graphs import Capture
 from lookonce.model.loader import LoadedModel, load_model, media_adapters
 from lookonce.model.lora import LoRAAdapter
 from lookonce.model.runner import Runner
@@ -282,6 +283,8 @@ def make_core(
     num_snapshots: int = 32,
     adapters: Sequence[LoRAAdapter] = (),
     overlapped: bool = OVERLAPPED,
+    decode_sizes: Sequence[int] = (),
+    capture: Capture | None = None,
 ) -> tuple[EngineCore, CapturingRunner]:
     """`info` is what the scheduler believes of the model, `edit` changes plans on their way to the
     runner: both are for taking a piece of handling away. `overlapped`: plan ahead of results.
@@ -300,7 +303,9 @@ def make_core(
     )
     runner = CapturingRunner(
         loaded,
-        kv_pages=loaded.kv_pages(num_blocks, block_size),
+        kv_pages=loaded.kv_pages(num_blocks + bool(decode_sizes), block_size),
+        decode_sizes=decode_sizes,
+        capture=capture,
         backend=backend or select_backend("cpu", loaded.family.attention_features(loaded.dtype)),
         max_num_seqs=8,
         max_num_batched_tokens=budget,
@@ -308,6 +313,7 @@ def make_core(
         num_snapshots=num_snapshots,
         adapters=bool(adapters or own),
     )
+    runner.capture()
     runner.own_adapters = load_adapters(loaded, runner, None, own)
     for adapter in adapters:
         assert runner.lora is not None
