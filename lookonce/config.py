@@ -65,6 +65,7 @@ OPTION_RANGES = {
     "max_num_seqs": Range(1, 65_536),
     "max_num_batched_tokens": Range(1, 1 << 24),
     "tensor_parallel": Range(1, 64),
+    "cuda_graph_gb": Range(0, 1 << 20),
     "max_queue": _COUNT,
     "max_sessions": _COUNT,
     "max_tenant_sessions": _COUNT,

@@ -337,6 +337,7 @@ class StepPass:
 
     def __init__(self, step_id: int, tokens: int, encoder_rows: int) -> None:
         self.step_id = step_id
+        """Of the plan that the pass makes."""
         self.tokens = tokens
         """Token positions that can still be scheduled."""
         self.encoder = EncoderBudget(encoder_rows)

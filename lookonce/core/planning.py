@@ -146,6 +146,7 @@ class Planner:
         )
 
     def _note(self, step: StepPass) -> None:
+        """Remember what its update needs, since the next plan may be made before that."""
         shares, connector = self.decode_shares, self._encoder_connector
         self._notes[self.step_id] = PlanNotes(
             shares.planned_at,
