@@ -746,6 +746,11 @@ def _tensor_parallel(options: Options) -> int:
     for name, given in alone.items():
         if given and options.tensor_parallel > 1:
             raise ConfigError(f"--tensor-parallel and {name} do not go together yet")
+    if options.tensor_parallel > 1 and options.device not in ("cpu", "cuda"):
+        raise ConfigError(
+            f"--tensor-parallel takes one device for each rank: --device is cpu or cuda, got "
+            f"{options.device}"
+        )
     return options.tensor_parallel
 
 

@@ -248,6 +248,17 @@ def test_what_one_process_alone_serves_is_refused_beside_tensor_parallelism(name
         resolve(Options(tensor_parallel=2, **given))
 
 
+def test_each_rank_of_tensor_parallelism_has_a_device(monkeypatch):
+    monkeypatch.setattr(preflight, "torch_has_cuda", lambda: True)
+    monkeypatch.setattr(preflight, "num_cuda_devices", lambda: 2)
+    preflight.check_device("cuda", 2)
+    preflight.check_device("cpu", 4)
+    with pytest.raises(ConfigError, match="--tensor-parallel 4: this machine has 2"):
+        preflight.check_device("cuda", 4)
+    with pytest.raises(ConfigError, match="--device is cpu or cuda"):
+        resolve(Options(tensor_parallel=2, device="cuda:1"))
+
+
 def test_snapshots_of_states_have_a_bound_of_their_own(monkeypatch, capsys):
     assert resolve(Options()).kv.state_cache_bytes == 1 << 28
     assert resolve(Options(state_cache_gb=0)).kv.state_cache_bytes == 0

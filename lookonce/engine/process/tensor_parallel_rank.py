@@ -6,6 +6,7 @@ the engine process. What it samples is what rank 0 tells; it has no scheduler an
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import select
@@ -68,7 +69,12 @@ def _end_with(descriptor: int) -> None:
     os._exit(0)
 
 
+PR_SET_PDEATHSIG = 1
+
+
 def main() -> None:
+    if sys.platform == "linux":  # also one that stands still ends with rank 0
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     for number in (signal.SIGINT, signal.SIGHUP):  # rank 0's parent gets them too, and decides
         signal.signal(number, signal.SIG_IGN)
     descriptor = int(sys.argv[1])
