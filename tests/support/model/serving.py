@@ -104,6 +104,8 @@ class CapturingRunner(Runner):
         return super().execute(self._edit(plan))
 
     def begin(self, plan: StepPlan) -> Callable[[], StepResult]:
+        for new in plan.new:  # preempted: a token that was under way is drawn again
+            del self.captured.get(new.seq_id, [])[len(new.token_ids) - new.num_prompt_tokens :]
         return super().begin(self._edit(plan))
 
     def logits(
