@@ -17,8 +17,12 @@ from lookonce.model.attention.reference import ReferenceBackend, write_pages
 from lookonce.model.decode_graphs import decode_sizes
 from lookonce.model.kv_pages import LayerPages
 from lookonce.model.text_model import TextModel
-from tests.model.test_overlapped_steps import answers, loaded_with_cases
-from tests.support.model.serving import blocks_for_preemption, serve
+from tests.support.model.serving import (
+    answers,
+    blocks_for_preemption,
+    loaded_with_cases,
+    serve,
+)
 from tests.support.simulated_device import DeviceWaitError, SimulatedGraphs, simulated_device
 
 SIZES = (1, 2, 4, 8)

@@ -9,22 +9,18 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from lookonce.config import ModelConfig
 from lookonce.model.attention.reference import ReferenceBackend
 from lookonce.model.device import StepReads, to_device
-from lookonce.model.loader import load_model
 from lookonce.model.runner import Runner
 from lookonce.model.sampled_tokens import SampledTokens
 from lookonce.model.sampler import Sampler
 from lookonce.types.sampling import SamplingParams
-from tests.support.model.cases import CaseMaker
 from tests.support.model.serving import (
-    Served,
+    answers,
     blocks_for_preemption,
     fork,
-    media_cases,
+    loaded_with_cases,
     serve,
-    text_cases,
 )
 from tests.support.simulated_device import ON_CUDA, accelerator
 
@@ -82,17 +78,6 @@ def refused(monkeypatch: pytest.MonkeyPatch) -> Callable:
         monkeypatch.setattr(Runner, "begin", watched)
 
     return refuse
-
-
-def answers(served: Served) -> list[list[int]]:
-    return [answer.token_ids for answer in served.answers]
-
-
-def loaded_with_cases(folder, device: str = "cpu"):
-    loaded = load_model(ModelConfig(folder=str(folder), served_name="test", device=device))
-    maker = CaseMaker(folder, loaded.family.config)
-    cases = media_cases(maker) if maker.sees or maker.hears else text_cases(maker)
-    return loaded, cases
 
 
 @pytest.mark.parametrize("kind", ["llama", "llava", "qwen2_5_vl"])

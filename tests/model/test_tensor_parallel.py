@@ -26,13 +26,12 @@ from lookonce.model.loader import LoadedModel, load_model
 from lookonce.model.tensor_parallel import divide
 from lookonce.types.step import DropTokens, StepPlan, StepResult
 from tests.support.model import serving
-from tests.support.model.cases import CaseMaker
 from tests.support.model.serving import (
+    answers,
     blocks_for_preemption,
+    loaded_with_cases,
     make_core,
-    media_cases,
     serve,
-    text_cases,
 )
 
 PATIENCE = 60.0
@@ -149,9 +148,7 @@ def parallel(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize(("kind", "size"), [("llama", 2), ("qwen2_5_vl", 2), ("qwen3", 4)])
 def test_answers_are_those_of_one_process(kind, size, folder, parallel):
     """Heads of keys and values are divided, or shared; queries have a bias, or norms."""
-    whole = load_model(ModelConfig(folder=str(folder(kind)), served_name="test"))
-    maker = CaseMaker(folder(kind), whole.family.config)
-    cases = media_cases(maker) if maker.sees else text_cases(maker)
+    whole, cases = loaded_with_cases(folder(kind))
     expected = serve(whole, cases, budget=48, prompt_logprobs={0: 1})
     ranks = load_ranks(folder(kind), size)
     assert ranks[0].info.vocab_size == whole.info.vocab_size
@@ -163,13 +160,17 @@ def test_answers_are_those_of_one_process(kind, size, folder, parallel):
         found = parallel(
             ranks, cases, budget=48, prompt_logprobs={0: 1}, overlapped=overlapped, **options
         )
-        assert [a.token_ids for a in found.answers] == [a.token_ids for a in expected.answers]
+        assert answers(found) == answers(expected)
         assert found.scored.keys() == {0}
 
 
 @pytest.mark.parametrize(
     ("kind", "size", "says"),
-    [("llama", 3, "attention heads"), ("gemma2", 2, "plain decoders"), ("whisper", 2, "plain")],
+    [
+        ("llama", 3, "attention heads"),
+        ("gemma2", 2, "plain decoders"),
+        ("voxtral_realtime", 2, "one process"),
+    ],
 )
 def test_models_that_cannot_be_divided_are_refused(kind, size, says, folder):
     with pytest.raises(ModelLoadError, match=says):

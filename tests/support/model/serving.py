@@ -368,6 +368,17 @@ def serve(
     return Served(answers, core.stats(), scored, [reasons[str(i)] for i in range(len(cases))])
 
 
+def answers(served: Served) -> list[list[int]]:
+    """The tokens of each answer."""
+    return [answer.token_ids for answer in served.answers]
+
+
+def loaded_with_cases(folder: Path, device: str = "cpu") -> tuple[LoadedModel, list[Case]]:
+    loaded = load_model(ModelConfig(folder=str(folder), served_name="test", device=device))
+    maker = CaseMaker(folder, loaded.family.config)
+    return loaded, media_cases(maker) if maker.sees or maker.hears else text_cases(maker)
+
+
 def fork(loaded: LoadedModel, case: Case, samples: int, **options: Any) -> list[Answer]:
     """Several greedy samples of one request. `options` are those of `make_core`."""
     core, runner = make_core(loaded, **options)
