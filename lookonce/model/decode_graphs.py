@@ -14,6 +14,7 @@ import logging
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -104,7 +105,7 @@ class DecodeGraphs:
             return
         for size in reversed(self._sizes):
             self._fill_padding(0, size)
-            graph = self._capture(lambda size=size: self._run(size, (self._max_tokens,) * size))
+            graph = self._capture(partial(self._run, size, (self._max_tokens,) * size))
             if graph is None:
                 logger.warning("no memory for CUDA graphs of up to %d sequences", size)
                 return

@@ -137,7 +137,7 @@ def _divide(
     known = not issubclass(family, (GeneralTextFamily, GeneralMediaFamily))
     by_frame = family.frame_encoder is not ModelFamily.frame_encoder
     plain = type(decoder).__name__ in PLAIN_DECODERS
-    if pooling is not None or by_frame or not (known and plain):
+    if decoder is None or pooling is not None or by_frame or not (known and plain):
         raise ModelLoadError(
             f"{OPTION} is for answers of plain decoders (Llama, Mistral, Qwen2, Qwen3 and what is "
             "built on them); this model is computed by one process"
