@@ -5,10 +5,10 @@ BIN := $(VENV)/bin
 SERVES := $(VENV)/.serves
 STAMP := $(VENV)/.installed
 
-.PHONY: setup serve wheel test types lint test-models test-cuda test-lmcache test-page page-pictures test-openapi test-clients test-open-webui test-fleet test-whisper test-alerts test-otel check structure format attack fuzz soak clean
+.PHONY: setup serve wheel test types lint test-models test-cuda test-tensor-parallel test-overlapped test-lmcache test-page page-pictures test-openapi test-clients test-open-webui test-fleet test-whisper test-alerts test-otel check structure format attack fuzz soak clean
 
 # Tests run side by side, so numeric libraries get one thread each in them; a server uses all cores.
-check types lint test test-lmcache test-page test-openapi test-clients test-open-webui test-fleet test-whisper test-alerts test-otel attack fuzz soak: export OMP_NUM_THREADS ?= 1
+check types lint test test-tensor-parallel test-overlapped test-lmcache test-page test-openapi test-clients test-open-webui test-fleet test-whisper test-alerts test-otel attack fuzz soak: export OMP_NUM_THREADS ?= 1
 
 # Some images say that Python shall keep no bytecode: each process would compile 3,000 modules again.
 unexport PYTHONDONTWRITEBYTECODE
@@ -102,8 +102,16 @@ test-models: $(STAMP)
 # Skipped by name without one.
 test-cuda: $(STAMP)
 	@if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
-	  ALL_MODELS=1 TEST_CUDA=1 $(BIN)/python -m pytest --timeout 900 -n0 tests/model/test_device_waits.py && $(BIN)/lookonce doctor --gpu; \
+	  ALL_MODELS=1 TEST_CUDA=1 $(BIN)/python -m pytest --timeout 900 -n0 tests/model/test_device_waits.py tests/model/test_overlapped_steps.py && $(BIN)/lookonce doctor --gpu; \
 	else echo "test-cuda: skipped, torch finds no NVIDIA GPU here"; fi
+
+# Two processes that compute one model, on the CPU: a real server's answers, and what becomes of it when one dies.
+test-tensor-parallel: $(STAMP)
+	@$(BIN)/python -m pytest -n0 -m soak tests/end_to_end/test_tensor_parallel.py
+
+# Tests of the scheduler and of the models' answers with each step planned ahead of the last one's result.
+test-overlapped: $(STAMP)
+	@TEST_OVERLAPPED=1 $(BIN)/python -m pytest tests/core tests/model/test_parity.py
 
 # The web page in a real browser, and axe-core over it. Skipped by name where Chromium cannot be installed.
 test-page: $(STAMP)

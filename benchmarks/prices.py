@@ -77,6 +77,10 @@ class WatchedRunner:
         self._plan = plan
         return self._runner.execute(plan)
 
+    def begin(self, plan: StepPlan) -> Callable[[], StepResult]:
+        self._plan = plan
+        return self._runner.begin(plan)
+
     def __getattr__(self, name: str) -> object:
         return getattr(self._runner, name)
 

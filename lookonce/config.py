@@ -64,6 +64,8 @@ OPTION_RANGES = {
     "max_model_len": _COUNT,
     "max_num_seqs": Range(1, 65_536),
     "max_num_batched_tokens": Range(1, 1 << 24),
+    "tensor_parallel": Range(1, 64),
+    "cuda_graph_gb": Range(0, 1 << 20),
     "max_queue": _COUNT,
     "max_sessions": _COUNT,
     "max_tenant_sessions": _COUNT,
@@ -138,6 +140,10 @@ class ModelConfig:
     """A kind of `types.pooling`, or "none"; None: what the folder's files say."""
     quantize: str | None = None
     """One of `QUANTIZATIONS`, to which the text model's matrices are quantized; None: none."""
+    tensor_parallel_size: int = 1
+    """Processes that compute the text model together."""
+    cuda_graph_bytes: int = 0
+    """Memory for CUDA graphs of decode steps; 0: none are captured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +161,8 @@ class SchedulerConfig:
     """Live sessions that one tenant may have open; None: all."""
     encoder_prefetch: bool = True
     """Encode items of later chunks and of waiting requests in spare encoder budget."""
+    async_scheduling: bool = False
+    """Plan and begin each step before the result of the last one is there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -450,6 +458,8 @@ class Options:
     max_model_len: int | None = None
     pooling: str | None = None
     quantize: str | None = None
+    tensor_parallel: int = 1
+    cuda_graph_gb: float = 1.0
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
     max_queue: int = 1024
@@ -466,6 +476,7 @@ class Options:
     encoder_cache_host_gb: float = 0.0
     encoder_tier: tuple[str, ...] = ()
     encoder_prefetch: bool = True
+    async_scheduling: str = AUTO
     mm_processor_cache_gb: float = 4.0
     mm_processor_cache_type: str = DEFAULT_CACHE_TYPE
     mm_hash_algorithm: str = "blake3"
@@ -520,6 +531,8 @@ def resolve(options: Options) -> Config:
             max_model_len=options.max_model_len,
             pooling=_pooling(options.pooling),
             quantize=_quantize(options.quantize, device),
+            tensor_parallel_size=_tensor_parallel(options),
+            cuda_graph_bytes=int(options.cuda_graph_gb * GIB),
         ),
         scheduler=SchedulerConfig(
             max_num_seqs=options.max_num_seqs,
@@ -529,6 +542,7 @@ def resolve(options: Options) -> Config:
             max_sessions=options.max_sessions,
             max_tenant_sessions=tenant_sessions,
             encoder_prefetch=options.encoder_prefetch,
+            async_scheduling=_async_scheduling(options.async_scheduling, device),
         ),
         kv=_kv(options),
         encoder=EncoderConfig(
@@ -718,6 +732,32 @@ def _quantize(quantize: str | None, device: str) -> str | None:
     if quantize is not None and device != "cpu":
         raise ConfigError(f"--quantize is for --device cpu, got {device}")
     return None if quantize is None else _one_of("--quantize", quantize, QUANTIZATIONS)
+
+
+def _tensor_parallel(options: Options) -> int:
+    """What only one process serves yet is refused."""
+    alone = {
+        "--kv-tier": options.kv_tier,
+        "--encoder-tier": options.encoder_tier,
+        "--lora": options.lora,
+        "--lora-dir": options.lora_dir,
+        "--quantize": options.quantize,
+    }
+    for name, given in alone.items():
+        if given and options.tensor_parallel > 1:
+            raise ConfigError(f"--tensor-parallel and {name} do not go together yet")
+    if options.tensor_parallel > 1 and options.device not in ("cpu", "cuda"):
+        raise ConfigError(
+            f"--tensor-parallel takes one device for each rank: --device is cpu or cuda, got "
+            f"{options.device}"
+        )
+    return options.tensor_parallel
+
+
+def _async_scheduling(choice: str, device: str) -> bool:
+    """On a CPU planning and computing share the cores: nothing is gained by overlapping them."""
+    chosen = _one_of("--async-scheduling", choice, (AUTO, "on", "off"))
+    return device != "cpu" if chosen == AUTO else chosen == "on"
 
 
 def _dtype(dtype: str | None, device: str) -> str:

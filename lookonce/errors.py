@@ -24,6 +24,7 @@ LookOnceError
 ├── RequestFailedError      this request broke inside the engine; others go on
 ├── ConfigError             an option or a combination of options is wrong
 ├── ModelLoadError          the model folder cannot be served
+├── DeviceLostError         the device, or a process that computes with it, is gone: the engine ends
 └── ProtocolError           a peer process sent what the protocol does not allow
 """
 
@@ -149,6 +150,10 @@ class ConfigError(LookOnceError):
 
 
 class ModelLoadError(LookOnceError):
+    pass
+
+
+class DeviceLostError(LookOnceError):
     pass
 
 

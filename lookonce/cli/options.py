@@ -53,6 +53,9 @@ HELP: dict[str, str] = {
     "float32. By default float32 on CPU and bfloat16 on CUDA.",
     "quantize": "int8: the text model's matrices in 8 bits with a scale for each output, on the "
     "CPU; a quarter of float32's memory, and answers of rounded weights.",
+    "tensor_parallel": "Processes that compute the text model together, each a part of it: on one "
+    "GPU each, or on the CPU.",
+    "cuda_graph_gb": "Memory for CUDA graphs of decode steps, GiB; 0 turns them off.",
     "max_model_len": "Prompt plus generated tokens of one sequence; the model's own by default.",
     "lora": "NAME=FOLDER: a LoRA adapter as PEFT writes it, which requests ask for by its name as "
     "the model; repeatable.",
@@ -82,6 +85,8 @@ HELP: dict[str, str] = {
     "encoder_cache_host_gb": "Host memory for encoder outputs that leave the device, GiB.",
     "encoder_tier": "Keep encoder outputs beyond the device, in tiers named as for --kv-tier: what "
     "one server encoded, others that share a tier do not; repeatable, nearest first.",
+    "async_scheduling": "on, off or auto: plan each step while the last one is computed; auto does "
+    "where the device is no CPU.",
     "encoder_prefetch": "Encode media of later chunks and waiting requests where that pays.",
     "mm_processor_cache_gb": "Memory for processed media, GiB; 0 turns this cache off.",
     "mm_processor_cache_type": "shm: processed media lies in shared memory, written once and read "
@@ -150,6 +155,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "device",
         "dtype",
         "quantize",
+        "tensor_parallel",
+        "cuda_graph_gb",
         "max_model_len",
         "pooling",
         "lora",
@@ -167,6 +174,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "max_sessions",
         "max_tenant_sessions",
         "encoder_prefetch",
+        "async_scheduling",
         "engine_stall_timeout",
     ),
     "caches": (

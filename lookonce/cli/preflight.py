@@ -29,7 +29,7 @@ TORCH_CUDA = re.compile(r"^cuda\b[^=]*= *(.*)$", re.MULTILINE)
 
 def check_machine(config: Config) -> None:
     """What the machine and its neighbours must have for this configuration."""
-    check_device(config.model.device)
+    check_device(config.model.device, config.model.tensor_parallel_size)
     check_kernels(os.environ.get(KERNELS_VARIABLE))
     check_memory(config)
     for spec in config.kv.tiers:
@@ -38,8 +38,8 @@ def check_machine(config: Config) -> None:
         check_tier(spec, "--encoder-tier")
 
 
-def check_device(device: str) -> None:
-    """Whether there is the CUDA device that is asked for."""
+def check_device(device: str, num_ranks: int = 1) -> None:
+    """Whether there is the CUDA device that is asked for, or one for each rank."""
     if device == "cpu":
         return
     if not torch_has_cuda():
@@ -56,6 +56,11 @@ def check_device(device: str) -> None:
     _, _, number = device.partition(":")
     if number and (not number.isdecimal() or int(number) >= count):
         raise ConfigError(f"--device {device}: there are cuda:0 to cuda:{count - 1}")
+    if count < num_ranks:
+        raise ConfigError(
+            f"--tensor-parallel {num_ranks}: this machine has {count} CUDA devices, and each rank "
+            "needs one"
+        )
 
 
 def check_kernels(forced: str | None) -> None:

@@ -106,6 +106,6 @@ class DecodeRuns:
                 sequence.num_computed = starts[at] + step
                 self._advance_full(sequence)
         for start, sequence in zip(starts, decoding, strict=True):
-            sequence.num_computed = start + num_steps
+            sequence.num_computed = sequence.num_planned = start + num_steps
         state.counters.generation_tokens += num_steps * len(decoding)
         self._planner.step_id += num_steps

@@ -117,12 +117,14 @@ class DecodeShares:
         self._num_turns = 0
         self.measures = False
         """Whether the last step was chosen for while several tenants were served."""
-        self._planned_at = 0.0
+        self.planned_at = 0.0
+        """When the last step was chosen for."""
+        self._done_at = 0.0
 
     def choose(self, decodes: list[Sequence]) -> list[Sequence]:
         """Of `decodes`, in their order, those that the next step computes: all where one tenant is
         served."""
-        self._planned_at = self._state.clock()
+        self.planned_at = self._state.clock()
         self.measures = not self._is_one_tenant
         self.behind = NOBODY
         if not self.measures:
@@ -182,26 +184,31 @@ class DecodeShares:
                 sequence.decode_turn = self._num_turns
         return [sequence for sequence in decodes if sequence in chosen]
 
-    def note_done(self, plan: StepPlan, encode_owners: EncodeOwners) -> None:
-        """The step has ended; nothing was updated yet. `encode_owners`: for whose requests its
-        items were encoded.
+    def note_done(
+        self, plan: StepPlan, encode_owners: EncodeOwners, planned_at: float, *, measured: bool
+    ) -> None:
+        """A step that was planned at `planned_at` has ended; nothing was updated yet.
+        `encode_owners`: for whose requests its items were encoded. `measured`: `measures`, when it
+        was planned.
 
         Called for steps with new prompts while one tenant is served, too: what they cost is known
         then once another one comes.
         """
-        seconds = self._state.clock() - self._planned_at
+        now = self._state.clock()
+        seconds = now - max(planned_at, self._done_at)  # it began when the one before ended
+        self._done_at = now
         num_decodes = sum(chunk.num_tokens == 1 for chunk in plan.scheduled)
         num_tokens = sum(chunk.num_tokens for chunk in plan.scheduled if chunk.num_tokens > 1)
         if plan.encode or plan.restore:
-            if self.measures:
+            if measured:
                 fixed, each = self._times.line()
                 known = fixed + each * num_decodes + self._times.prompt_token * num_tokens
                 self._charge_encodes(encode_owners, max(0.0, seconds - known))
         elif num_tokens >= MIN_SLICE_TOKENS:
             self._times.note_prompt(num_tokens, num_decodes, seconds)
-        elif self.measures and num_decodes and not num_tokens:
+        elif measured and num_decodes and not num_tokens:
             self._times.note(num_decodes, seconds)
-        if self.measures:
+        if measured:
             self._charge(plan)
 
     def _charge(self, plan: StepPlan) -> None:

@@ -57,7 +57,7 @@ class EncoderConnectorState:
         self._staged: dict[bytes, StagedOutput] = {}
         self._staged_for: dict[str, set[bytes]] = {}
         self._encoding: list[tuple[bytes, int]] = []
-        """(key, rows) that the step being planned or computed encodes, and that are to be kept."""
+        """(key, rows) that the step being planned encodes, and that are to be kept."""
         state.on_end.append(self._finish)
 
     # --- before a sequence is admitted ----------------------------------------------------------
@@ -177,11 +177,15 @@ class EncoderConnectorState:
         if request.session is None:
             self._encoding += outputs
 
-    def store_encoded(self) -> None:
-        """Offer what the last step encoded to the tiers; what failed is not held, and is not."""
-        if self._encoding:
-            self._cache.store(self._encoding)
-            self._encoding.clear()
+    def take_encoding(self) -> list[tuple[bytes, int]]:
+        """(key, rows) that the step that was planned last encodes, for `store_encoded`."""
+        taken, self._encoding = self._encoding, []
+        return taken
+
+    def store_encoded(self, outputs: list[tuple[bytes, int]]) -> None:
+        """Offer what a step has encoded to the tiers; what failed is not held, and is not."""
+        if outputs:
+            self._cache.store(outputs)
 
     # --- figures --------------------------------------------------------------------------------
 

@@ -283,7 +283,7 @@ class EncoderPrefetcher:
         """Leading positions that are computed already, or covered by a cached prefix."""
         if sequence.state is SequenceState.WAITING:
             return self._state.num_cached_tokens(sequence)
-        return sequence.num_computed
+        return sequence.num_planned
 
     def _encode_ahead_and_keep(
         self, sequence: Sequence, index: int, step: StepPass, rows_left: int
@@ -331,10 +331,13 @@ class StepPass:
         "scheduled",
         "stalled",
         "starved",
+        "step_id",
         "tokens",
     )
 
-    def __init__(self, tokens: int, encoder_rows: int) -> None:
+    def __init__(self, step_id: int, tokens: int, encoder_rows: int) -> None:
+        self.step_id = step_id
+        """Of the plan that the pass makes."""
         self.tokens = tokens
         """Token positions that can still be scheduled."""
         self.encoder = EncoderBudget(encoder_rows)

@@ -39,6 +39,8 @@ from lookonce.types.media import Array, Modality
 from lookonce.types.model import ModelInfo
 from lookonce.types.step import NewSequence, ScheduledSequence, StepPlan
 
+COMPUTING = frozenset({SequenceState.PREFILLING, SequenceState.DECODING})
+
 
 class Planner:
     """Makes the plan of each step."""
@@ -87,10 +89,9 @@ class Planner:
                 model.unsplittable or model.encoder_only or model.longest_bidirectional_prompt
             ),
         )
-        self.encode_owners: EncodeOwners = []
-        """Of the last plan's encoder runs."""
-        self.encodes_from = 0.0
-        """When the last plan with encoder runs was made."""
+        self._encoder_connector = encoder_connector
+        self._notes: dict[int, PlanNotes] = {}
+        """Of the steps under way."""
 
     @property
     def max_decodes(self) -> int:
@@ -103,16 +104,18 @@ class Planner:
         return bool(self._fairness.starved)
 
     def plan(self) -> StepPlan | None:
-        """The next step, or None with nothing to compute and nothing to tell the runner."""
+        """The next step, or None with nothing to compute and nothing to tell the runner.
+
+        A sequence whose token a step under way samples is planned with that token's place; not
+        where the token ends the sequence whatever it is, or its request `lands_each_step`.
+        """
         step = self._plan_pass()
-        self.encode_owners = step.encode_owners
-        if step.encode:
-            self.encodes_from = self._state.clock()
         if self._state.has_runner_updates:
             return self._plan_with_updates(step)
         if not (step.scheduled or step.encode):
             return None
         self.step_id += 1
+        self._note(step)
         return StepPlan(
             self.step_id,
             received=tuple(step.received),
@@ -124,6 +127,7 @@ class Planner:
     def _plan_with_updates(self, step: StepPass) -> StepPlan:
         """A plan that also names what the runner must forget, move or extend."""
         self.step_id += 1
+        self._note(step)
         extended, finished = self._state.take_extensions(), self._state.take_finished()
         moves = self._state.encoder_cache.take_moves()
         return StepPlan(
@@ -140,14 +144,29 @@ class Planner:
             scheduled=tuple(step.scheduled),
         )
 
+    def _note(self, step: StepPass) -> None:
+        """Remember what its update needs, since the next plan may be made before that."""
+        shares, connector = self.decode_shares, self._encoder_connector
+        self._notes[self.step_id] = PlanNotes(
+            shares.planned_at,
+            shares.measures,
+            step.encode_owners,
+            self._state.clock() if step.encode else 0.0,
+            [] if connector is None else connector.take_encoding(),
+        )
+
+    def take_notes(self, plan: StepPlan) -> PlanNotes:
+        """What was noted when this plan was made; its result is there."""
+        return self._notes.pop(plan.step_id)
+
     def _plan_pass(self) -> StepPass:
         fairness, shares = self._fairness, self.decode_shares
         self.session_eviction.next_time = None
-        decodes = shares.choose(self._queues.decoding.head(self._max_tokens))
+        decodes = shares.choose(self._decodes())
         tokens = self._max_tokens
         if shares.measures and (most := shares.prompt_tokens) is not None:
             tokens = min(tokens, len(decodes) + most)
-        step = StepPass(tokens, self._max_encoder_rows)
+        step = StepPass(self.step_id + 1, tokens, self._max_encoder_rows)
         if decodes:
             self._grow_decodes(decodes)
         first = self._plan_first(step) if fairness.starved else None
@@ -175,6 +194,14 @@ class Planner:
             fairness.note_starved(step.starved)
         return step
 
+    def _decodes(self) -> list[Sequence]:
+        """Sequences of which the next step may compute one token, known or being sampled."""
+        if not self._notes:  # no step is under way
+            return self._queues.decoding.head(self._max_tokens)
+        begun = [s for s in self._queues.prefilling if s.is_planned and _samples(s)]
+        ready = [s for s in (*self._queues.decoding, *begun) if s.num_planned + 1 < s.token_limit]
+        return ready[: self._max_tokens]
+
     def _make_way(self) -> Sequence | None:
         """The waiting sequence for which others were preempted, if any."""
         wanted = self._admission.blocks_wanted
@@ -187,11 +214,11 @@ class Planner:
 
         Afterwards every sequence that still decodes can compute its next token.
         """
-        block_size, decoding = self._state.block_pool.block_size, SequenceState.DECODING
+        block_size = self._state.block_pool.block_size
         for sequence in decodes:
             if (
-                sequence.num_computed == len(sequence.block_ids) * block_size
-                and sequence.state is decoding  # not preempted for one before it
+                sequence.num_planned == len(sequence.block_ids) * block_size
+                and sequence.state in COMPUTING  # not preempted for one before it
                 and not self._state.try_grow(sequence, 1)
             ):
                 self._preemption.grow(sequence, 1)
@@ -219,16 +246,14 @@ class Planner:
 
     def _plan_decodes(self, decodes: list[Sequence], step: StepPass) -> None:
         """Decodes are listed first in the plan, also where a starved sequence was planned first."""
-        scheduled, decoding = [], SequenceState.DECODING
+        scheduled, computing = [], COMPUTING
         for sequence in decodes[: step.tokens]:
-            if sequence.state is decoding:
+            if sequence.state in computing:
                 grown = len(sequence.block_ids) != sequence.num_delivered
                 blocks = sequence.deliver_blocks() if grown else ()
-                scheduled.append(
-                    ScheduledSequence(
-                        sequence.seq_id, sequence.num_computed, 1, blocks, (), (), True
-                    )
-                )
+                start = sequence.num_planned
+                sequence.num_planned = start + 1
+                scheduled.append(ScheduledSequence(sequence.seq_id, start, 1, blocks, (), (), True))
         snapshots = self._state.snapshot_planner
         if snapshots is not None:
             scheduled = [self._with_snapshots(each, snapshots) for each in scheduled]
@@ -248,7 +273,7 @@ class Planner:
         if step.room_kept:
             prompts.sort(key=_holds_nothing)
         for sequence in prompts:
-            if sequence is first:
+            if sequence is first or sequence.is_planned:
                 continue
             if step.tokens > 0 and sequence.request.tenant not in self.decode_shares.behind:
                 self._plan_chunk(sequence, step)
@@ -265,7 +290,7 @@ class Planner:
         if step.room_kept:
             running.sort(key=_holds_nothing)
         tenants = TenantPass(
-            [sequence for sequence in running if sequence is not first], self._queues.waiting
+            [s for s in running if s is not first and not s.is_planned], self._queues.waiting
         )
         num_before = len(step.scheduled)
         while step.tokens > 0:
@@ -319,11 +344,25 @@ class Planner:
         if shortage is None:
             self._queues.turns.charge(sequence.request, step.scheduled[-1].num_tokens)
         elif shortage is Shortage.ITEM:
-            needed = self._admission.needed_keys(sequence, sequence.num_computed)
+            needed = self._admission.needed_keys(sequence, sequence.num_planned)
             self._state.wait_for_items(sequence, needed)
         else:
             step.starved.append(sequence)
             step.stalled |= shortage is not Shortage.ENCODER_BUDGET
+
+
+class PlanNotes(msgspec.Struct, frozen=True, gc=False):
+    """What is remembered of a plan until its result is there."""
+
+    planned_at: float
+    shared: bool
+    """It was planned for several tenants (`DecodeShares.measures`)."""
+    encode_owners: EncodeOwners
+    """The requests that its items are encoded for."""
+    encodes_from: float
+    """When it was made, if it encodes anything."""
+    encoding: list[tuple[bytes, int]]
+    """(key, rows) that it encodes and that external tiers are to keep."""
 
 
 def _holds_nothing(sequence: Sequence) -> bool:
@@ -347,7 +386,7 @@ class TenantPass:
         """Tenant → tokens that its next prompt would have computed, `num_tokens` at most."""
         candidates = self._waiting | self._running if admits else self._running
         return {
-            tenant: min(num_tokens, len(sequences[0].tokens) - sequences[0].num_computed)
+            tenant: min(num_tokens, len(sequences[0].tokens) - sequences[0].num_planned)
             for tenant, sequences in candidates.items()
         }
 
@@ -606,7 +645,7 @@ class Chunker:
 
         Nothing is held for a sequence that gets nothing.
         """
-        start = sequence.num_computed
+        start = sequence.num_planned
         end = min(len(sequence.tokens), start + step.tokens)
         least = self._whole_until(sequence) if sequence.request.uncut else start + 1
         if sequence.request.frames is not None:
@@ -624,7 +663,7 @@ class Chunker:
         """The position that the next chunk must reach."""
         if self._whole_prompts:
             return len(sequence.tokens)
-        return max(sequence.request.num_prompt_tokens, sequence.num_computed + 1)
+        return max(sequence.request.num_prompt_tokens, sequence.num_planned + 1)
 
     def _keep_whole(self, features: MultiModalFeatures, start: int, end: int) -> int:
         """Move `end` before an unsplittable item that it would cut; `start` if none fits."""
@@ -641,6 +680,7 @@ class Chunker:
         snapshots = self._snapshots
         if not sequence.announced:
             snapshot = None if snapshots is None else snapshots.unpin(sequence)
+            sequence.known_since = step.step_id
             step.new.append(_announce(sequence, snapshot))
         step.scheduled.append(
             ScheduledSequence(
@@ -655,6 +695,7 @@ class Chunker:
             )
         )
         step.tokens -= end - start
+        sequence.num_planned = end
 
     def _bidirectional(self, request: Request, start: int, end: int) -> tuple[tuple[int, int], ...]:
         """The position ranges of unsplittable items in the chunk, or of the prompt."""

@@ -66,6 +66,8 @@ from lookonce.types.sampling import CompiledGrammar
 
 HASHED_AHEAD = 8
 """Blocks hashed beyond the one asked for. A prompt that is not cached is not hashed at once."""
+NEVER = 1 << 62
+"""As a step's number: the runner knows nothing of a sequence."""
 HASH_RUN = 32
 """Blocks of a run, whose hashes are found together; a multiple of `HASHED_AHEAD`."""
 
@@ -87,6 +89,7 @@ class Request:
         "initial_frames",
         "items",
         "items_in_order",
+        "lands_each_step",
         "last_missing_end",
         "missing",
         "num_active",
@@ -166,6 +169,9 @@ class Request:
         """Set with the prompt's last chunk, where it was asked for."""
         self.grammar: CompiledGrammar | None = None
         """Set before the scheduler takes the request in, once it is compiled."""
+        self.lands_each_step = False
+        """Its next step can be planned only once the result of the last one is there: what may be
+        sampled, or what the session does, depends on it. Set when the scheduler takes it in."""
         self.session: Session | None = None
         """Set in live sessions only."""
         self.pooling: PoolingInfo | None = None
@@ -251,10 +257,12 @@ class Sequence:
         "held",
         "idle_since",
         "index",
+        "known_since",
         "next_hash",
         "num_computed",
         "num_delivered",
         "num_matched",
+        "num_planned",
         "num_registered",
         "num_shared_blocks",
         "order",
@@ -314,6 +322,12 @@ class Sequence:
     def clear_computed(self) -> None:
         """Forget everything computed; tokens and their hashes stay."""
         self.num_computed = 0
+        """Leading tokens whose computation has ended."""
+        self.num_planned = 0
+        """Leading tokens that are computed, or will be by the steps that were planned so far. At
+        `len(tokens)` a step under way samples the next token."""
+        self.known_since = NEVER
+        """Step that told the runner of this sequence: results of earlier ones are not its own."""
         self.num_registered = 0
         """Leading blocks that are registered in the block pool under their hash."""
         self.cache_generation = -1
@@ -335,6 +349,11 @@ class Sequence:
     def num_generated(self) -> int:
         return len(self.tokens) - self.request.num_prompt_tokens
 
+    @property
+    def is_planned(self) -> bool:
+        """Whether steps under way compute all tokens that are known."""
+        return self.num_planned >= len(self.tokens)
+
     def deliver_blocks(self) -> tuple[int, ...]:
         """The blocks that the runner has not been told of; marks them as told."""
         known, self.num_delivered = self.num_delivered, len(self.block_ids)
@@ -354,6 +373,7 @@ class Sequence:
         self.num_matched = 0
         self.num_delivered -= count
         self.num_computed -= stop - start
+        self.num_planned -= stop - start
         request.num_prompt_tokens -= stop - start
         session = request.session
         num_computed_features = 0 if session is None else session.num_computed_features

@@ -16,11 +16,10 @@ from numpy.typing import NDArray
 from lookonce.config import SchedulerConfig
 from lookonce.core.decode_runs import DecodeRuns
 from lookonce.core.encoder_connector_state import EncoderConnectorState
-from lookonce.core.encoder_scheduling import EncodeOwners
 from lookonce.core.frame_digests import FrameDigests
 from lookonce.core.kv_connector_state import KVConnectorState
 from lookonce.core.mm_features import FrameInputs
-from lookonce.core.planning import Planner
+from lookonce.core.planning import Planner, PlanNotes
 from lookonce.core.preemption import Preemption
 from lookonce.core.request import (
     NO_CONTENT,
@@ -123,10 +122,26 @@ class Scheduler:
 
     def update_from_output(self, plan: StepPlan, result: StepResult) -> SchedulerOutput:
         """Apply what the runner computed for `plan`. Returns all output since the last call."""
-        if plan.new or self._planner.decode_shares.measures:
-            self._planner.decode_shares.note_done(plan, self._planner.encode_owners)
-        self._update.update(plan, result, self._planner.encode_owners, self._planner.encodes_from)
+        self.update(plan, result)
         return self.take_output()
+
+    def update(self, plan: StepPlan, result: StepResult) -> None:
+        """As `update_from_output`, whose output `take_output` returns.
+
+        One more plan may have been made since `plan`, where `may_plan_ahead` was true. Nothing that
+        it computes for a sequence that has ended, or lost its blocks, is taken.
+        """
+        notes = self._planner.take_notes(plan)
+        if plan.new or notes.shared:
+            self._planner.decode_shares.note_done(
+                plan, notes.encode_owners, notes.planned_at, measured=notes.shared
+            )
+        self._update.update(plan, result, notes)
+
+    @property
+    def may_plan_ahead(self) -> bool:
+        """Whether the next step may be planned before the result of the last one is there."""
+        return not self._state.queues.num_landing and self._state.snapshots is None
 
     def take_output(self) -> SchedulerOutput:
         """All output since the last call."""
@@ -167,6 +182,9 @@ class Scheduler:
             raise BadRequestError(f"request id {built.request_id!r} is in use", param="request_id")
         check_queue(
             queues.num_waiting_requests, queues.num_waiting_of(built.tenant), self._max_queue
+        )
+        built.lands_each_step = (
+            live or built.grammar is not None or built.sampling.token_rules is not None
         )
         if live:
             self._sessions.open(built, options or SessionOptions())
@@ -379,20 +397,11 @@ class UpdateFromOutput:
         self._kv_connector = kv_connector
         self._encoder_connector = encoder_connector
 
-    def update(
-        self,
-        plan: StepPlan,
-        result: StepResult,
-        encode_owners: EncodeOwners,
-        encodes_from: float,
-    ) -> None:
-        """Update all sequences of `plan` except those that have ended since it was made.
-
-        `encode_owners`: the requests that the items of `plan.encode` were encoded for, from the
-        time `encodes_from` on.
-        """
+    def update(self, plan: StepPlan, result: StepResult, notes: PlanNotes) -> None:
+        """Update all sequences of `plan` except those that have ended, or been preempted, since it
+        was made."""
         if plan.encode or result.lost_copies:
-            self._update_encodings(plan, result, encode_owners, encodes_from)
+            self._update_encodings(plan, result, notes)
         if result.failed_items or result.failed_sequences:
             self._end_failed(result)
         if result.prompt_logprobs:
@@ -403,10 +412,10 @@ class UpdateFromOutput:
         sequences, token_ids = self._state.queues.sequences, result.token_ids
         logprobs = result.logprobs
         block_size, decoding = self._state.block_pool.block_size, SequenceState.DECODING
-        sampled = 0
+        sampled, step_id = 0, plan.step_id
         for entry in plan.scheduled:
             sequence = sequences.get(entry.seq_id)
-            if sequence is not None:
+            if sequence is not None and sequence.known_since <= step_id:
                 sequence.num_computed = entry.start + entry.num_tokens
                 advances = sequence.num_computed % block_size == 0 or sequence.state is not decoding
                 if advances:
@@ -438,11 +447,11 @@ class UpdateFromOutput:
         self,
         plan: StepPlan,
         result: StepResult,
-        encode_owners: EncodeOwners,
-        encodes_from: float,
+        notes: PlanNotes,
     ) -> None:
+        encodes_from = notes.encodes_from
         encodes_to = encodes_from + sum(result.encode_seconds.values())
-        encoder_cache = self._state.encoder_cache
+        encoder_cache, encode_owners = self._state.encoder_cache, notes.encode_owners
         owners = ((r.reuse_stats, index) for r, indices in encode_owners for index in indices)
         for encoded, (stats, index) in zip(plan.encode, owners, strict=True):
             if encoded.key in result.failed_items:
@@ -454,7 +463,7 @@ class UpdateFromOutput:
                 stats.note_encoding(index, seconds)
                 stats.note_encoding_time(encodes_from, encodes_to)
         if self._encoder_connector is not None:
-            self._encoder_connector.store_encoded()
+            self._encoder_connector.store_encoded(notes.encoding)
         for key in result.lost_copies:
             encoder_cache.host.lose(key)
 
@@ -462,7 +471,7 @@ class UpdateFromOutput:
         for entry in plan.scheduled:
             sequence = self._state.queues.sequences.get(entry.seq_id)
             scored = result.prompt_logprobs.get(entry.seq_id)
-            if sequence is not None and scored is not None:
+            if sequence is not None and scored is not None and sequence.known_since <= plan.step_id:
                 sequence.request.note_prompt_logprobs(entry.start, scored)
 
     def _end_failed(self, result: StepResult) -> None:

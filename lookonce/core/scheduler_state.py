@@ -79,6 +79,7 @@ class SchedulerState:
         self.queues.move(sequence, SequenceState.PREFILLING)
         sequence.block_ids = blocks
         sequence.num_computed = num_cached_blocks * self.block_pool.block_size
+        sequence.num_planned = sequence.num_computed
         sequence.num_registered = num_cached_blocks
         sequence.cache_generation = self.block_pool.generation
         if self.snapshots is not None and num_cached_blocks:
@@ -339,6 +340,9 @@ class SchedulerState:
             self.snapshots.check_integrity()
         sequences = self.queues.sequences.values()
         for sequence in sequences:
+            planned, known = sequence.num_planned, len(sequence.tokens)
+            if not sequence.num_computed <= planned <= known + 1:
+                raise RuntimeError(f"{planned} of {known} tokens are planned of a sequence")
             features = sequence.request.features
             held = {features[index].key for index in sequence.held}
             if held != set(self.encoder_cache.held_keys(sequence.seq_id)):
@@ -365,6 +369,7 @@ class SchedulerOutput(msgspec.Struct, gc=False):
 
 _order = attrgetter("order")
 _ACTIVE = frozenset({SequenceState.PREFILLING, SequenceState.DECODING, SequenceState.IDLE})
+_COMPUTING = frozenset({SequenceState.PREFILLING, SequenceState.DECODING})
 _PROMPTS = frozenset({SequenceState.WAITING, SequenceState.PREFILLING})
 QUANTUM = 64
 """Tokens that a tenant of weight 1 may compute in one round; a step may be many rounds."""
@@ -468,6 +473,8 @@ class RequestQueues:
         self.idle = self._by_state[SequenceState.IDLE]
         self.num_running_requests = 0
         """Requests with a sequence that holds KV blocks."""
+        self.num_landing = 0
+        """Sequences that compute, of requests with `lands_each_step`."""
 
     @property
     def num_waiting_requests(self) -> int:
@@ -503,6 +510,8 @@ class RequestQueues:
 
     def move(self, sequence: Sequence, state: SequenceState) -> None:
         """Change a sequence's state and queue; a finished one is in no queue."""
+        if sequence.request.lands_each_step:
+            self.num_landing += (state in _COMPUTING) - (sequence.state in _COMPUTING)
         was_active = sequence.state in _ACTIVE
         had_prompt = sequence.state in _PROMPTS
         queue = self._by_state[sequence.state]
@@ -536,6 +545,9 @@ class RequestQueues:
             if [s.order for s in queue] != sorted(s.order for s in queue):
                 raise RuntimeError(f"the queue {state.value!r} is out of order")
         self.turns.check_integrity([*self.waiting, *self.prefilling])
+        computing = [*self.prefilling, *self.decoding]
+        if self.num_landing != sum(s.request.lands_each_step for s in computing):
+            raise RuntimeError("the sequences that wait for each step's result are counted wrong")
         waiting = Counter(r.tenant for r in self.requests.values() if not r.num_active)
         if waiting != self._waiting_of:
             raise RuntimeError("the waiting requests of tenants are counted wrong")

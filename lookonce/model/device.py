@@ -1,8 +1,9 @@
 """Copies between host and device that are enqueued and not waited for, and a step's one wait.
 
 A step enqueues all it has to do. What its result needs on the host is copied to pinned memory on
-the way (`StepReads.later`) and waited for once, at the end. On a CPU host and device are one memory
-and nothing is copied.
+the way (`StepReads.later`) and waited for once, at the end: perhaps after the next step was
+enqueued, which takes the tokens that are not on the host yet from the device (`SampledTokens`). On
+a CPU host and device are one memory and nothing is copied.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ class StepReads:
     def __init__(self, device: torch.device) -> None:
         self._event = new_event(device)
         self._is_waited_for = False
+        self._is_closed = False
 
     def later(self, tensor: Tensor) -> Tensor:
         """The tensor on the host; its values are there after `wait`. Raises `RuntimeError` if there
@@ -55,12 +57,19 @@ class StepReads:
         self._is_waited_for = True
         return host.copy_(tensor, non_blocking=True)
 
-    def wait(self) -> None:
-        """Wait until all that was enqueued so far is done, if anything is read."""
+    def close(self) -> None:
+        """Nothing more is read: `wait` does not wait for what is enqueued from now on."""
         if self._is_waited_for:
             self._event.record()
+            self._is_closed = True
+
+    def wait(self) -> None:
+        """Wait until all that was enqueued before now, or `close`, is done; if anything is read."""
+        if self._is_waited_for:
+            if not self._is_closed:
+                self._event.record()
             self._event.synchronize()
-            self._is_waited_for = False
+            self._is_waited_for = self._is_closed = False
 
 
 class DeviceTimer:

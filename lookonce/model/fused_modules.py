@@ -325,6 +325,9 @@ class FusedLayer:
         self.out = _linear(attention.o_proj)
         self.gate_up = fuse_linears([mlp.gate_proj, mlp.up_proj])
         self.down = _linear(mlp.down_proj)
+        # Of several ranks each has a part of these sums (`model.tensor_parallel`).
+        self.out_reduce: Reduce | None = getattr(attention.o_proj, "reduce", None)
+        self.down_reduce: Reduce | None = getattr(mlp.down_proj, "reduce", None)
         # By these adapters find what they add to a product.
         self.qkv_modules = (attention.q_proj, attention.k_proj, attention.v_proj)
         self.out_modules = (attention.o_proj,)
@@ -362,7 +365,7 @@ class FusedLayer:
             self.asked,
         )
         attended = attended.view(tokens, -1)
-        hidden = add_linear(hidden, attended, *self.out)
+        hidden = _added(hidden, attended, self.out, self.out_reduce)
         if step.lora is not None:
             step.lora.add(self.out_modules, attended, hidden)
         normed = self.between(hidden)
@@ -370,7 +373,7 @@ class FusedLayer:
         if step.lora is not None:
             step.lora.add(self.gate_up_modules, normed, gate_up)
         gated = self.gate(gate_up)
-        hidden = add_linear(hidden, gated, *self.down)
+        hidden = _added(hidden, gated, self.down, self.down_reduce)
         if step.lora is not None:
             step.lora.add(self.down_modules, gated, hidden)
         return hidden
@@ -384,6 +387,16 @@ class FusedLayer:
     def _rope(self, heads: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
         swapped = heads.roll(self.head_dim // 2, dims=-1)
         return torch.addcmul(heads * cos, swapped, signed_sin)
+
+
+Reduce = Callable[[Tensor], Tensor]
+"""This rank's part of a sum [T, H] → the sum of all ranks."""
+
+
+def _added(hidden: Tensor, inputs: Tensor, weights: Linear, reduce: Reduce | None) -> Tensor:
+    if reduce is None:
+        return add_linear(hidden, inputs, *weights)
+    return hidden + reduce(linear(inputs, *weights))
 
 
 def _require_children(

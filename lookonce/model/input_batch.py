@@ -143,9 +143,10 @@ class InputBatch:
     def write_tokens(
         self, seq_ids: Sequence[int], indices: Sequence[int], token_ids: Sequence[int]
     ) -> None:
-        """Write one token per sequence at its index."""
+        """Write one token per sequence at its index; not of one that was removed meanwhile."""
         for seq_id, index, token in zip(seq_ids, indices, token_ids, strict=True):
-            self.tokens[self._rows[seq_id], index] = token
+            if (row := self._rows.get(seq_id)) is not None:
+                self.tokens[row, index] = token
 
     def fill_mrope(self, row: int, start: int, out: NDArray[np.int64]) -> None:
         """Write the positions of `[start, start + n)` on three axes to `out` [3, n].

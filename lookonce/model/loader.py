@@ -38,6 +38,8 @@ from lookonce.model.pooling import Head, SparseHead, make_head, make_sparse_head
 from lookonce.model.proof import comparison, largest, prove, prove_media
 from lookonce.model.quantized_weights import PackedWeights, unpacked_methods
 from lookonce.model.state import StatePool
+from lookonce.model.tensor_parallel import OPTION, TensorParallelGroup, divide
+from lookonce.model.text_model import PLAIN_DECODERS
 from lookonce.types.media import MediaExample, Modality
 from lookonce.types.model import MEDIA_ADAPTERS, SUPPORTED, Comparison, ModelInfo, takes_media
 from lookonce.types.pooling import PoolingFiles, read_pooling
@@ -61,6 +63,8 @@ class LoadedModel:
     device: torch.device
     head: Head | SparseHead | None = None
     """What a model that pools has after its hidden states."""
+    group: TensorParallelGroup | None = None
+    """The ranks that compute it; None: this process alone."""
 
     def kv_pages(self, num_blocks: int, block_size: int) -> KVPages:
         """Zeroed pages for the keys and values of `num_blocks` blocks, on the model's device."""
@@ -77,11 +81,15 @@ class LoadedModel:
 
 
 def load_model(
-    config: ModelConfig, progress: Progress | None = None, examples: Examples | None = None
+    config: ModelConfig,
+    progress: Progress | None = None,
+    examples: Examples | None = None,
+    group: TensorParallelGroup | None = None,
 ) -> LoadedModel:
     """Load weights and bind them to their family.
 
     `examples` makes prompts for the comparison of a model with media that has no family of its own.
+    With `group` only this rank's part of the decoder is kept.
 
     Raises `ModelLoadError` that says what is wrong: no such folder, a broken config, a model type,
     quantization or rope that is not supported, no safetensors, missing or unknown weights, or a bad
@@ -95,12 +103,15 @@ def load_model(
     declared = _declared_quantization(raw_config)
     model = _read_weights(config, family_class, dtype, declared, progress, pooling)
     digest = _weights_digest(model, raw_config)
+    if group is not None:
+        _divide(family_class, model, group, pooling)
     family = family_class(model.to(device))
+    family.num_ranks = 1 if group is None else group.size
     info = _model_info(config, family, digest, _compared(family, dtype, device, examples))
     if pooling is None:
         if info.encoder_only:
             raise ModelLoadError("this model generates nothing: leave out --pooling none")
-        return LoadedModel(model, family, info, dtype, device)
+        return LoadedModel(model, family, info, dtype, device, group=group)
     with torch.inference_mode():
         family.check_kind(pooling.kind)
         separator = _role_text(config.folder, "sep_token")
@@ -126,6 +137,26 @@ def _compared(
     found = comparison(family, largest(errors), dtype)
     logger.info("compared %s with transformers: %s", family.config.model_type, found)
     return found
+
+
+def _divide(
+    family: type[ModelFamily],
+    model: Model,
+    group: TensorParallelGroup,
+    pooling: PoolingFiles | None,
+) -> None:
+    """Raises `ModelLoadError` for a model that is not computed by several ranks."""
+    generating = family.generating_part(model)
+    decoder = None if generating is None else generating.get_decoder()
+    known = not issubclass(family, (GeneralTextFamily, GeneralMediaFamily))
+    by_frame = family.frame_encoder is not ModelFamily.frame_encoder
+    plain = type(decoder).__name__ in PLAIN_DECODERS
+    if decoder is None or pooling is not None or by_frame or not (known and plain):
+        raise ModelLoadError(
+            f"{OPTION} is for answers of plain decoders (Llama, Mistral, Qwen2, Qwen3 and what is "
+            "built on them); this model is computed by one process"
+        )
+    divide(model, decoder, model.get_output_embeddings(), group)
 
 
 def _pooling_head(

@@ -8,8 +8,9 @@ results never depend on the order in which a sort leaves ties.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -29,6 +30,7 @@ NUCLEUS_CANDIDATES = (64, 2048, 2**15, 2**31)
 """How many of the largest probabilities top-p ranks: the first number, and the next if too few."""
 
 NO_TOP_K = 2**31 - 1
+NONE_UNTOLD: Mapping[int, Tensor] = MappingProxyType({})
 
 BLOCK = 256
 """Tokens per block where a large vocabulary is searched block by block."""
@@ -293,19 +295,29 @@ def add_bias(scores: Tensor, biased: Sequence[tuple[int, NamedTokens]]) -> None:
     scores[rows, ids] += _like(scores, np.concatenate([tokens.biases for _, tokens in biased]))
 
 
-def penalise(scores: Tensor, penalised: list[tuple[int, SamplingParams, TokenCounts]]) -> None:
-    """Apply repetition (prompt and output), frequency and presence (output) penalties, in place."""
+def penalise(
+    scores: Tensor,
+    penalised: list[tuple[int, SamplingParams, TokenCounts]],
+    untold: Mapping[int, Tensor] = NONE_UNTOLD,
+) -> None:
+    """Apply repetition (prompt and output), frequency and presence (output) penalties, in place.
+
+    `untold`: row → a token [] on the device that the row has generated and its counts lack.
+    """
     if not penalised:
         return
+    late = [each for each in penalised if each[0] in untold]
     rows, ids = _flat_index(scores, [(row, counts.ids) for row, _, counts in penalised])
-    sizes = [len(counts.ids) for _, _, counts in penalised]
+    sizes = [len(counts.ids) for _, _, counts in penalised] + [1] * len(late)
     counts = _like(scores, np.concatenate([c.counts for _, _, c in penalised]))
+    if late:
+        rows, ids, counts = _with_untold(rows, ids, counts, [row for row, _, _ in late], untold)
     repetition, frequency, presence = (
         _like(scores, np.repeat(np.asarray(values, np.float32), sizes))
         for values in zip(
             *(
                 (p.repetition_penalty, p.frequency_penalty, p.presence_penalty)
-                for _, p, _ in penalised
+                for _, p, _ in (*penalised, *late)
             ),
             strict=True,
         )
@@ -315,6 +327,23 @@ def penalise(scores: Tensor, penalised: list[tuple[int, SamplingParams, TokenCou
     values -= frequency * counts
     values -= presence * (counts > 0)
     scores[rows, ids] = values
+
+
+def _with_untold(
+    rows: Tensor, ids: Tensor, counts: Tensor, late: list[int], untold: Mapping[int, Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows, tokens and counts [m + late] after each row of `late` has generated its untold token.
+
+    Such a token may be among its row's already: then both entries have its count, and so the same
+    score is written twice.
+    """
+    late_rows = to_device(np.array(late), rows.device)
+    tokens = torch.stack([untold[row] for row in late])
+    same = (rows == late_rows[:, None]) & (ids == tokens[:, None])  # [late, m]
+    counts = counts + same.sum(dim=0)
+    before = (same * counts).sum(dim=1)
+    own = torch.where(same.any(dim=1), before, torch.ones_like(before))
+    return torch.cat([rows, late_rows]), torch.cat([ids, tokens]), torch.cat([counts, own])
 
 
 def draw_on_host(

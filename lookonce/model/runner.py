@@ -17,6 +17,12 @@ from lookonce.errors import LookOnceError, RequestFailedError
 from lookonce.model.alignment import Aligner
 from lookonce.model.attention.backend import AttentionBackend
 from lookonce.model.attention.cross import CrossStates, Recording
+from lookonce.model.decode_graphs import (
+    SCRATCH_BLOCKS,
+    Capture,
+    DecodeGraphs,
+    is_plain_decode,
+)
 from lookonce.model.device import StepReads
 from lookonce.model.encoder_runner import (
     COMPUTE_ERRORS,
@@ -34,10 +40,12 @@ from lookonce.model.logits_processors import FAILED
 from lookonce.model.lora import RunnerLoRA
 from lookonce.model.lora_files import adaptable_layers, why_no_adapters
 from lookonce.model.pooling import Pooler
+from lookonce.model.sampled_tokens import SampledTokens
 from lookonce.model.sampler import PromptLogprobScorer, Sampler, SamplerOutput
 from lookonce.model.state import SnapshotCopier, StateChunk, StepStates
 from lookonce.model.step_inputs import StepInputBuilder, StepInputs
 from lookonce.model.streaming_encoder import StreamingEncoder
+from lookonce.model.tensor_parallel import SharedSampler
 from lookonce.model.text_model import TextModel, sampled_rows
 from lookonce.types.request import PromptLogprob, TokenLogprob
 from lookonce.types.step import (
@@ -71,9 +79,14 @@ class Runner:
         threads: ThreadCounts | None = None,
         num_snapshots: int = 0,
         adapters: bool = False,
+        decode_sizes: Sequence[int] = (),
+        capture: Capture | None = None,
     ) -> None:
         """`threads` None leaves torch's number of threads as it is. `num_snapshots`: room for
         states of cached prefixes, of a model with states. `adapters`: LoRA adapters may be loaded.
+        `decode_sizes`: decode steps are padded to the next of these numbers of sequences, and
+        captured where there is a `capture`; then the last of the `kv_pages` is no block of the
+        scheduler's.
         """
         self._threads = threads or ThreadCounts(1, 1)
         self._family = family = loaded.family
@@ -101,7 +114,10 @@ class Runner:
         if family.frame_encoder is not None:
             streaming = StreamingEncoder(family.frame_encoder, loaded.dtype, loaded.device)
             self.frame_rows = FrameRows(streaming, self._encoder, loaded.dtype)
-        self._sampler = Sampler(loaded.info.vocab_size, loaded.info.eos_token_ids)
+        self._sampled = SampledTokens(loaded.device)
+        sampler = Sampler(loaded.info.vocab_size, loaded.info.eos_token_ids, self._sampled)
+        self._group = loaded.group
+        self._sampler = sampler if self._group is None else SharedSampler(sampler, self._group)
         self._batch = InputBatch(
             max_num_seqs=max_num_seqs,
             max_model_len=loaded.info.max_model_len,
@@ -111,15 +127,40 @@ class Runner:
         pooling = loaded.info.pooling
         self._pooler = None if pooling is None else Pooler(pooling.kind, loaded.head)
         self._prompt_logprobs = PromptLogprobScorer(self._batch, loaded.info.vocab_size)
-        self._inputs = StepInputBuilder(
-            self._batch,
-            position_axes=family.position_axes,
-            max_num_seqs=max_num_seqs,
-            max_num_tokens=max(max_num_batched_tokens, family.largest_unsplittable),
-            block_size=kv_pages.block_size,
-            device=loaded.device,
-            encoder_decoder=family.encoder_decoder,
+        # Two on an accelerator, in turn: the host fills one while the other is still copied.
+        self._inputs, self._next_inputs = (
+            StepInputBuilder(
+                self._batch,
+                position_axes=family.position_axes,
+                max_num_seqs=max_num_seqs,
+                max_num_tokens=max(max_num_batched_tokens, family.largest_unsplittable),
+                block_size=kv_pages.block_size,
+                device=loaded.device,
+                encoder_decoder=family.encoder_decoder,
+                sampled=self._sampled,
+            )
+            for _ in range(2)
         )
+        if loaded.device.type == "cpu":
+            self._next_inputs = self._inputs
+        self._graphs: DecodeGraphs | None = None
+        if decode_sizes and (capture is None or self.text_model.is_capturable):
+            self._graphs = DecodeGraphs(
+                lambda inputs: self.text_model(inputs, None),
+                decode_sizes,
+                position_axes=family.position_axes,
+                block_size=kv_pages.block_size,
+                max_blocks=self._batch.block_tables.shape[1],
+                scratch_block=kv_pages.num_blocks - SCRATCH_BLOCKS,
+                device=loaded.device,
+                capture=capture,
+            )
+
+    @torch.inference_mode()
+    def capture(self) -> None:
+        """Capture decode steps of each size, where the runner has a `capture`."""
+        if self._graphs is not None:
+            self._graphs.capture()
 
     def page_copier(self) -> PageCopier:
         """Copies whole KV blocks to and from the external tiers, beside the steps."""
@@ -137,9 +178,17 @@ class Runner:
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step. The result names items and sequences that failed; the others go on."""
         with self._threads.working_on(plan, is_large=self._is_large):
-            return self._execute(plan)
+            return self._begin(plan)()
 
-    def _execute(self, plan: StepPlan) -> StepResult:
+    @torch.inference_mode()
+    def begin(self, plan: StepPlan) -> Callable[[], StepResult]:
+        """Enqueue one step (`types.ports.ModelRunner.begin`); on a CPU it is computed at once."""
+        with self._threads.working_on(plan, is_large=self._is_large):
+            return self._begin(plan)
+
+    def _begin(self, plan: StepPlan) -> Callable[[], StepResult]:
+        self._inputs, self._next_inputs = self._next_inputs, self._inputs
+        drawn = self._sampled.begin_step()
         self._remove(plan.finished)
         for new in plan.new:
             self._add(new)
@@ -160,15 +209,25 @@ class Runner:
             self._encoder.check(report)
             computable = self._with_rows(self.frame_rows, computable, report.failed, output)
         self._compute(computable, output)
-        reads.wait()
-        output.finish()
-        if self._encoder.check(report):
-            for chunk in computable:
-                if any(key in report.failed for key in self._keys_read(chunk)):
-                    output.discard(chunk.seq_id)
-        return output.result(plan, report)
+        reads.close()
+        keys_read: dict[int, list[bytes]] = {}
+        if report.made:
+            keys_read = {chunk.seq_id: self._keys_read(chunk) for chunk in computable}
+
+        def finish() -> StepResult:
+            reads.wait()
+            output.finish()
+            self._sampled.told(drawn)
+            if self._encoder.check(report):
+                for seq_id, keys in keys_read.items():
+                    if any(key in report.failed for key in keys):
+                        output.discard(seq_id)
+            return output.result(plan, report)
+
+        return finish
 
     def _remove(self, seq_ids: Sequence[int]) -> None:
+        self._sampled.remove(seq_ids)
         self._batch.remove(seq_ids)
         self._prompt_logprobs.remove(seq_ids)
         self._aligner.remove(seq_ids)
@@ -273,6 +332,8 @@ class Runner:
         except torch.AcceleratorError:
             raise  # the device is lost, not the sequence
         except COMPUTE_ERRORS as error:
+            if self._group is not None:
+                raise  # other ranks may not have failed, and do not compute it again
             logger.warning("a step failed", extra={"sequences": len(chunks)}, exc_info=error)
             if len(chunks) == 1:
                 output.fail(chunks[0].seq_id, f"computing failed ({type(error).__name__})")
@@ -315,6 +376,7 @@ class Runner:
             at + num_dropped[row_of(seq_id)] for seq_id, at in zip(seq_ids, positions, strict=True)
         ]
         drawn = self._sampler.begin(logits, seq_ids, drawn_at, output.reads)
+        self._sampled.note(seq_ids, drawn.tokens)
 
         def told() -> None:
             sampled_tokens = drawn()
@@ -369,6 +431,10 @@ class Runner:
         """
         if hidden is not None:
             return self.text_model.compute_logits(sampled_rows(hidden, inputs))
+        if self._graphs is not None and is_plain_decode(inputs):
+            logits = self._graphs.logits(inputs)
+            if logits is not None:
+                return logits
         return self.text_model(inputs, self._encoder_rows(inputs), self._cross_states(inputs))
 
     def _cross_states(

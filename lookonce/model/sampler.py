@@ -25,12 +25,14 @@ from lookonce.model.device import StepReads, to_device
 from lookonce.model.input_batch import InputBatch
 from lookonce.model.logits_processors import (
     FAILED,
+    NONE_UNTOLD,
     NamedTokens,
     RowFilter,
     TokenCounts,
     TokenRuleState,
     prompt_logprobs,
 )
+from lookonce.model.sampled_tokens import Draw, SampledTokens
 from lookonce.types.request import PromptLogprob, TokenLogprob
 from lookonce.types.sampling import CompiledGrammar, GrammarState, SamplingParams
 from lookonce.types.step import NewSequence, ScheduledSequence
@@ -92,7 +94,12 @@ class _SequenceState:
 class Sampler:
     """Samples tokens; holds the sampling state of each running sequence."""
 
-    def __init__(self, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+    def __init__(
+        self, vocab_size: int, eos_token_ids: Sequence[int], sampled: SampledTokens | None = None
+    ) -> None:
+        """`sampled`: tokens that were drawn in the step before and that the host does not know
+        yet; penalties count them on the device."""
+        self._sampled = sampled
         self._vocab_size = vocab_size
         self._eos_token_ids = tuple(eos_token_ids)
         self._states: dict[int, _SequenceState] = {}
@@ -157,9 +164,12 @@ class Sampler:
 
     def begin(
         self, logits: Tensor, seq_ids: Sequence[int], positions: Sequence[int], reads: StepReads
-    ) -> Callable[[], SamplerOutput]:
+    ) -> Draw[SamplerOutput]:
         """Draw one token per row of `logits` [n, V] float32, which is not changed. What is returned
         gives the output once `reads` were waited for, and is called once.
+
+        Grammars and a speech model's rules must know all tokens before: a sequence that has them
+        may not draw again before its last token was told.
 
         `positions[i]` is the index the sampled token takes in its sequence: prompt tokens plus
         tokens generated so far.
@@ -168,10 +178,9 @@ class Sampler:
             return _plain(logits, reads)
         states = [self._states[seq_id] for seq_id in seq_ids]
         if self._special.isdisjoint(seq_ids):
-            chosen = reads.later(_choose(logits, states, positions))
-            return lambda: SamplerOutput(chosen.tolist(), None)
+            return _drawn(logits, states, positions, reads)
         special = [row for row, seq_id in enumerate(seq_ids) if seq_id in self._special]
-        scores = _edited(logits, states, positions)
+        scores = _edited(logits, states, positions, self._untold(seq_ids, states))
         scores, errors = _constrained(scores, states, is_copy=scores is not logits)
         scores = _ruled(scores, states, is_copy=scores is not logits)
         tokens = _choose(scores, states, positions)
@@ -183,7 +192,17 @@ class Sampler:
                 states[row].take(token_ids[row])
             return SamplerOutput(token_ids, logprobs(token_ids), errors)
 
-        return told
+        return Draw(tokens, told)
+
+    def _untold(self, seq_ids: Sequence[int], states: list[_SequenceState]) -> Mapping[int, Tensor]:
+        """Row → the token [] before it, of rows with penalties whose token is not counted yet."""
+        if not self._sampled:
+            return NONE_UNTOLD
+        return {
+            row: self._sampled.tokens[at]
+            for row, (seq_id, state) in enumerate(zip(seq_ids, states, strict=True))
+            if state.counts is not None and (at := self._sampled.row_of(seq_id)) is not None
+        }
 
     def _tokens_of(self, params: SamplingParams) -> NamedTokens:
         if self._named is None or self._named[0] is not params:
@@ -192,18 +211,37 @@ class Sampler:
         return self._named[1]
 
 
-def _plain(logits: Tensor, reads: StepReads) -> Callable[[], SamplerOutput]:
+def _plain(logits: Tensor, reads: StepReads) -> Draw[SamplerOutput]:
     """The likeliest token of each row."""
     if logits.is_cpu:
         found = SamplerOutput(logits_processors.argmax_on_host(logits), None)
-        return lambda: found
-    tokens = reads.later(logits_processors.argmax(logits))
-    return lambda: SamplerOutput(tokens.tolist(), None)
+        return Draw(found.token_ids, lambda: found)
+    best = logits_processors.argmax(logits)
+    tokens = reads.later(best)
+    return Draw(best, lambda: SamplerOutput(tokens.tolist(), None))
 
 
-def _edited(logits: Tensor, states: list[_SequenceState], positions: Sequence[int]) -> Tensor:
+def _drawn(
+    logits: Tensor, states: list[_SequenceState], positions: Sequence[int], reads: StepReads
+) -> Draw[SamplerOutput]:
+    """The likeliest or a random token of each row."""
+    on_host = _draw_on_host(logits, states, positions)
+    if on_host is not None:
+        found = SamplerOutput(on_host, None)
+        return Draw(on_host, lambda: found)
+    chosen = _choose(logits, states, positions)
+    tokens = reads.later(chosen)
+    return Draw(chosen, lambda: SamplerOutput(tokens.tolist(), None))
+
+
+def _edited(
+    logits: Tensor,
+    states: list[_SequenceState],
+    positions: Sequence[int],
+    untold: Mapping[int, Tensor] = NONE_UNTOLD,
+) -> Tensor:
     """The logits after allowed tokens, minimum tokens, logit bias and penalties; a copy if any row
-    has them."""
+    has them. `untold`: row → the token before, which the row's counts lack."""
     blocked = [
         (row, state.tokens.ends)
         for row, (state, position) in enumerate(zip(states, positions, strict=True))
@@ -226,7 +264,7 @@ def _edited(logits: Tensor, states: list[_SequenceState], positions: Sequence[in
     logits_processors.keep_only(scores, kept)
     logits_processors.block(scores, blocked)
     logits_processors.add_bias(scores, biased)
-    logits_processors.penalise(scores, penalised)
+    logits_processors.penalise(scores, penalised, untold)
     return scores
 
 
@@ -280,12 +318,19 @@ def _grammar_error(params: SamplingParams, reason: str) -> BadRequestError:
     return BadRequestError(f"{param} is too complex: {reason}", param=param)
 
 
+def _draw_on_host(
+    scores: Tensor, states: list[_SequenceState], positions: Sequence[int]
+) -> list[int] | None:
+    filters = [None if state.params.greedy else state.filter for state in states]
+    seeds = [state.seed for state in states]
+    return logits_processors.draw_on_host(scores, filters, seeds, positions)
+
+
 def _choose(scores: Tensor, states: list[_SequenceState], positions: Sequence[int]) -> Tensor:
     """Token ids [n]: the largest score of greedy rows, a random draw for the others."""
-    filters = [None if state.params.greedy else state.filter for state in states]
-    found = logits_processors.draw_on_host(scores, filters, [s.seed for s in states], positions)
-    if found is not None:
-        return torch.tensor(found, dtype=torch.long)
+    on_host = _draw_on_host(scores, states, positions)
+    if on_host is not None:
+        return torch.tensor(on_host, dtype=torch.long)
     greedy = [row for row, state in enumerate(states) if state.params.greedy]
     random = [row for row, state in enumerate(states) if not state.params.greedy]
     if not random:

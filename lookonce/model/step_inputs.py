@@ -19,6 +19,7 @@ from lookonce.model.attention.cross import InputReaders
 from lookonce.model.device import new_event, to_device
 from lookonce.model.input_batch import InputBatch
 from lookonce.model.lora import StepLoRA
+from lookonce.model.sampled_tokens import SampledTokens
 from lookonce.model.state import StepStates
 from lookonce.types.step import EmbedSlice, ScheduledSequence
 
@@ -66,8 +67,13 @@ class StepInputBuilder:
         block_size: int,
         device: torch.device,
         encoder_decoder: bool = False,
+        sampled: SampledTokens | None = None,
     ) -> None:
+        """`sampled`: the tokens that are on the device alone; None: there are none."""
         self._batch = batch
+        self._sampled = SampledTokens(device) if sampled is None else sampled
+        self._fed = StaticBuffer((2, max_num_seqs), torch.int64, device)
+        """Where tokens from the device go to, and where they come from."""
         self._device = device
         self._encoder_decoder = encoder_decoder
         self._axes = position_axes
@@ -100,10 +106,30 @@ class StepInputBuilder:
         """The inputs of `scheduled`, which is not empty and whose blocks are in the batch."""
         self._fence.wait()
         inputs = self._build_decodes(scheduled) or self._build_any(scheduled)
+        if self._sampled:
+            self._feed(scheduled, inputs.token_ids)
         if self._encoder_decoder:
             inputs = replace(inputs, readers=self._readers(scheduled))
         self._fence.mark()
         return inputs
+
+    def _feed(self, scheduled: Sequence[ScheduledSequence], token_ids: Tensor) -> None:
+        """Write the tokens to `token_ids` that the host does not know: a chunk's last one each."""
+        to, rows, at = [], [], -1
+        for chunk in scheduled:
+            at += chunk.num_tokens
+            row = self._sampled.row_of(chunk.seq_id)
+            if row is not None:
+                to.append(at)
+                rows.append(row)
+        tokens, count = self._sampled.tokens, len(rows)
+        if rows == to == list(range(len(token_ids))) and count == len(tokens):
+            token_ids.copy_(tokens)  # the same sequences decode again
+        elif rows:
+            host = self._fed.host
+            host[0, :count], host[1, :count] = to, rows
+            fed = self._fed.push(2, count)
+            token_ids.index_copy_(0, fed[0], tokens.index_select(0, fed[1]))
 
     def _readers(self, scheduled: Sequence[ScheduledSequence]) -> tuple[InputReaders, ...]:
         """Sequences that share an input are read together."""

@@ -79,8 +79,14 @@ class TextModel:
         self._kv_pages = kv_pages
         self._decoder = choose_decoder(family, dtype, device)
         self._native: NativeDecoder | None = None
-        if isinstance(self._decoder, FusedDecoder) and isinstance(backend, KernelBackend):
+        alone = family.num_ranks == 1
+        if alone and isinstance(self._decoder, FusedDecoder) and isinstance(backend, KernelBackend):
             self._native = native_decoder(self._decoder, family, dtype, kv_pages)
+
+    @property
+    def is_capturable(self) -> bool:
+        """Whether a graph can hold a decode step on a GPU: nothing in it depends on the host."""
+        return isinstance(self._decoder, FusedDecoder) and self._backend.is_capturable
 
     @property
     def is_native(self) -> bool:

@@ -21,7 +21,13 @@ from lookonce.types.step import StepPlan, StepResult
 class ModelRunner(Protocol):
     """Executes plans on a device. `model.runner.Runner` is the real one."""
 
-    def execute(self, plan: StepPlan) -> StepResult: ...
+    def execute(self, plan: StepPlan) -> StepResult:
+        """`begin`, waited for."""
+
+    def begin(self, plan: StepPlan) -> Callable[[], StepResult]:
+        """Enqueue a step. What is returned waits for it and gives its result; it is called once,
+        after at most one more step was begun. Input tokens that the step before samples are taken
+        from it on the device."""
 
 
 class ItemDirectory(Protocol):

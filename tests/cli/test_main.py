@@ -223,6 +223,42 @@ def test_processed_media_is_shared_where_that_is_possible(monkeypatch, capsys):
     assert "--mm-processor-cache-type: shm needs Linux" in line
 
 
+def test_steps_are_planned_ahead_where_the_device_is_no_cpu(monkeypatch):
+    monkeypatch.setattr("lookonce.config._device", lambda device: device)
+    assert not resolve(Options()).scheduler.async_scheduling
+    assert resolve(Options(device="cuda")).scheduler.async_scheduling
+    assert resolve(Options(async_scheduling="on")).scheduler.async_scheduling
+    assert not resolve(Options(async_scheduling="off", device="cuda")).scheduler.async_scheduling
+    with pytest.raises(ConfigError, match="--async-scheduling is auto or on or off"):
+        resolve(Options(async_scheduling="sometimes"))
+
+
+@pytest.mark.parametrize(
+    ("named", "given"),
+    [
+        ("--quantize", {"quantize": "int8"}),
+        ("--kv-tier", {"kv_tier": ("host:1GB",)}),
+        ("--encoder-tier", {"encoder_tier": ("host:1GB",)}),
+        ("--lora-dir", {"lora_dir": "/adapters"}),
+    ],
+)
+def test_what_one_process_alone_serves_is_refused_beside_tensor_parallelism(named, given):
+    assert resolve(Options(tensor_parallel=2)).model.tensor_parallel_size == 2
+    with pytest.raises(ConfigError, match=f"--tensor-parallel and {named}"):
+        resolve(Options(tensor_parallel=2, **given))
+
+
+def test_each_rank_of_tensor_parallelism_has_a_device(monkeypatch):
+    monkeypatch.setattr(preflight, "torch_has_cuda", lambda: True)
+    monkeypatch.setattr(preflight, "num_cuda_devices", lambda: 2)
+    preflight.check_device("cuda", 2)
+    preflight.check_device("cpu", 4)
+    with pytest.raises(ConfigError, match="--tensor-parallel 4: this machine has 2"):
+        preflight.check_device("cuda", 4)
+    with pytest.raises(ConfigError, match="--device is cpu or cuda"):
+        resolve(Options(tensor_parallel=2, device="cuda:1"))
+
+
 def test_snapshots_of_states_have_a_bound_of_their_own(monkeypatch, capsys):
     assert resolve(Options()).kv.state_cache_bytes == 1 << 28
     assert resolve(Options(state_cache_gb=0)).kv.state_cache_bytes == 0

@@ -21,7 +21,7 @@ from lookonce.core.decode_shares import (
 from lookonce.types.request import GenerateRequest
 from lookonce.types.sampling import SamplingParams
 from tests.support.core.builders import Limits, request, text
-from tests.support.core.engine import Engine, StepCosts
+from tests.support.core.engine import COUNTS_STEPS, Engine, StepCosts
 
 LIMITS = Limits(num_blocks=1000, max_num_batched_tokens=64, max_num_seqs=40)
 MANY, NUM_TOKENS = 32, 80
@@ -92,6 +92,7 @@ def test_long_prompts_of_another_tenant_delay_an_answer_by_their_share() -> None
     assert len(beside.released) == 22
 
 
+@COUNTS_STEPS
 def test_a_short_prompt_waits_for_the_rest_of_one_step() -> None:
     engine = TimedEngine()
     for number in range(30):

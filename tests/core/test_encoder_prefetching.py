@@ -9,7 +9,7 @@ import pytest
 from lookonce.core.encoder_scheduling import BROUGHT_ALONG
 from lookonce.types.sampling import SamplingParams
 from tests.support.core.builders import Limits, feature, request, text
-from tests.support.core.engine import Engine
+from tests.support.core.engine import COUNTS_STEPS, Engine
 from tests.support.core.fake_runner import reference
 
 EARLY, LATE, LAST = feature("early", 2, 4), feature("late", 20, 4), feature("last", 34, 4)
@@ -63,6 +63,7 @@ def test_rows_that_come_along_are_bounded_by_the_rows_needed() -> None:
     assert len(engine.step().encode) == 1 + BROUGHT_ALONG
 
 
+@COUNTS_STEPS
 def test_while_no_prompt_is_computed_items_of_waiting_requests_are_encoded() -> None:
     engine = Engine(Limits(max_num_batched_tokens=16, max_num_seqs=1))
     engine.add(request("a", text(12)))

@@ -26,7 +26,7 @@ from lookonce.types.lora import LoRAIdentity
 from lookonce.types.request import GenerateRequest
 from lookonce.types.sampling import SamplingParams
 from tests.support.core.builders import Limits, feature, model_info, request, text
-from tests.support.core.engine import Engine
+from tests.support.core.engine import COUNTS_STEPS, Engine
 from tests.support.core.fake_runner import prompt_scores, reference
 from tests.support.core.feeding import (
     ROOMY,
@@ -392,6 +392,7 @@ RULES: dict[str, tuple[Workload, list[Patch]]] = {
 FAILURES = (AssertionError, RuntimeError, LookupError, ValueError)
 
 
+@COUNTS_STEPS
 @pytest.mark.parametrize("rule", RULES)
 def test_with_all_rules_the_workload_passes(rule: str) -> None:
     RULES[rule][0]()

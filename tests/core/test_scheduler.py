@@ -24,7 +24,7 @@ from tests.support.core.builders import (
     request,
     text,
 )
-from tests.support.core.engine import Engine
+from tests.support.core.engine import COUNTS_STEPS, Engine
 from tests.support.core.fake_runner import reference
 
 
@@ -283,6 +283,7 @@ class TestSamples:
         assert engine.released == ["a"]
         engine.assert_all_free()
 
+    @COUNTS_STEPS
     def test_siblings_wait_for_the_first_sample_and_start_from_its_blocks(self) -> None:
         engine = Engine()
         engine.add(request("a", text(41), sampling=sampling(n=3)))

@@ -116,9 +116,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         for module in (mm_features, encoder_scheduling, encoder_cache):
             self.patch.setattr(module, "MANY", 2)
 
-    @initialize(chosen=limits(), costs=st.sampled_from(COSTS))
-    def start(self, chosen: Limits, costs: StepCosts) -> None:
-        self.engine = Engine(chosen, costs)
+    @initialize(chosen=limits(), costs=st.sampled_from(COSTS), overlapped=st.booleans())
+    def start(self, chosen: Limits, costs: StepCosts, overlapped: bool) -> None:
+        self.engine = Engine(chosen, costs, overlapped=overlapped)
         self.requests: dict[str, GenerateRequest] = {}
         self.sessions: set[str] = set()
         """Of those, the live ones."""
@@ -225,6 +225,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.requests)
     @rule(data=st.data())
     def abort_between_plan_and_apply(self, data: st.DataObject) -> None:
+        self.engine.land()
         plan = self.engine.scheduler.plan()
         if plan is not None:
             result = self.engine.runner.execute(plan)

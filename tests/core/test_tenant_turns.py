@@ -18,7 +18,7 @@ from lookonce.errors import QueueFullError
 from lookonce.types.request import GenerateRequest
 from lookonce.types.sampling import SamplingParams
 from tests.support.core.builders import INTERRUPT, Limits, request, text
-from tests.support.core.engine import Engine
+from tests.support.core.engine import COUNTS_STEPS, Engine
 
 STEP = 64
 LIMITS = Limits(num_blocks=4000, max_num_batched_tokens=STEP, max_num_seqs=8)
@@ -75,6 +75,7 @@ def answering(
     return msgspec.structs.replace(of(tenant, name, 10, arrival), sampling=sampling)
 
 
+@COUNTS_STEPS
 @pytest.mark.parametrize("n", [1, 8], ids=["requests", "samples"])
 def test_nor_for_long_answers_that_have_all_places(n: int) -> None:
     engine = Engine(LIMITS)
@@ -112,6 +113,7 @@ FEW_BLOCKS = replace(LIMITS, num_blocks=120)
 """Fewer than eight long answers need."""
 
 
+@COUNTS_STEPS
 def test_nor_for_long_answers_that_have_all_blocks() -> None:
     engine = Engine(FEW_BLOCKS)
     for number in range(6):

@@ -53,8 +53,8 @@ def cache_server(
 ) -> Iterator[LiveServer]:
     """nano with a processor cache, in `make soak` with each type of it; it fetches media from this
     machine and tells of its work under vLLM's names too. A request may have 40 sounds, which are
-    more than a step computes. Its template has a place for tools. Tests ask about media of their
-    own; the last one, in test_unmapping.py, ends it."""
+    more than a step computes. Its template has a place for tools, and its steps are planned ahead.
+    Tests ask about media of their own; the last one, in test_unmapping.py, ends it."""
     file: Path = tmp_path_factory.mktemp("template") / "tools.jinja"
     template = (NANO_FOLDER / "chat_template.jinja").read_text()
     for plain, whole in WITH_TOOLS.items():
@@ -65,6 +65,7 @@ def cache_server(
         *("--allow-private-media", "--vllm-metric-names"),
         *("--limit-mm-per-prompt", "audio=40", "--max-num-batched-tokens", "512"),
         *("--mm-processor-cache-type", request.param, "--chat-template", str(file)),
+        *("--async-scheduling", "on"),
     )
     with LiveServer(*options) as live:
         yield live

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lookonce.engine.process.engine_core import MAX_BROKEN_STEPS, EngineCore
-from lookonce.errors import BadRequestError
+from lookonce.errors import BadRequestError, DeviceLostError
 from tests.support.core.builders import Limits, feature, items_for, make_scheduler, request, text
 from tests.support.core.fake_runner import reference
 from tests.support.engine.living import GatedRunner
@@ -14,10 +14,10 @@ from tests.support.engine.living import GatedRunner
 class Bench:
     """A core, its runner, and everything it has put out."""
 
-    def __init__(self, limits=None):
+    def __init__(self, limits=None, *, overlapped=False):
         limits = limits or Limits()
         self.runner = GatedRunner(limits)
-        self.core = EngineCore(make_scheduler(limits), self.runner)
+        self.core = EngineCore(make_scheduler(limits), self.runner, overlapped=overlapped)
         self.deltas, self.accepted, self.needs, self.released = [], [], [], []
 
     def step(self):
@@ -41,9 +41,9 @@ class Bench:
         return {d.request_id: d.error for d in self.deltas if d.error is not None}
 
 
-@pytest.fixture
-def bench():
-    return Bench()
+@pytest.fixture(params=[False, True], ids=["waits", "overlapped"])
+def bench(request):
+    return Bench(overlapped=request.param)
 
 
 def test_an_idle_core_has_nothing_to_do(bench):
@@ -165,3 +165,40 @@ def test_resetting_the_prefix_cache_makes_everything_new_again(bench):
         bench.core.reset_prefix_cache()
     assert bench.core.stats()["prefix_cache_hits_total"] == 0
     assert bench.tokens("second") == reference(one, 8)
+
+
+def test_a_step_that_raises_when_it_is_waited_for_ends_those_that_were_in_it():
+    bench = Bench(overlapped=True)
+    begin, failing = bench.runner.begin, [True]
+
+    def raising(plan):
+        finish = begin(plan)
+
+        def finished():
+            if failing and plan.scheduled:
+                failing.clear()
+                raise RuntimeError("CUDA error: an illegal memory access was encountered")
+            return finish()
+
+        return finished
+
+    bench.runner.begin = raising
+    bench.core.add(request("broken", text(9)), {})
+    bench.run()
+    later = request("later", text(9, seed=2))
+    bench.core.add(later, {})
+    bench.run()
+    assert set(bench.errors()) == {"broken"}
+    assert bench.tokens("broken") == []
+    assert bench.tokens("later") == reference(later, 8)
+    assert not bench.runner.known
+
+
+def test_a_device_that_says_it_is_lost_is(bench):
+    def lost(plan):
+        raise DeviceLostError("a step failed on one of several ranks")
+
+    bench.runner.begin = bench.runner.execute = lost
+    bench.core.add(request("r", text(9)), {})
+    with pytest.raises(DeviceLostError):
+        bench.run()

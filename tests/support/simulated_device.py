@@ -18,7 +18,7 @@ from __future__ import annotations
 import itertools
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -149,6 +149,8 @@ class Watch(TorchDispatchMode):
         self.refuses = False
         self.num_waits = 0
         """Waits for events that had something to deliver."""
+        self.recorded: list[tuple[Any, Any, Any, Any]] | None = None
+        """While a graph is captured: each operation on the device with its arguments and result."""
         self._pinned: dict[int, Tensor] = {}
         """By address; kept, so that no other memory gets the address."""
         self._clock = itertools.count()
@@ -209,7 +211,10 @@ class Watch(TorchDispatchMode):
             kwargs = {**kwargs, "device": torch.device("cpu")}
         kwargs.pop("pin_memory", None)
         kwargs.pop("non_blocking", None)
-        result = func(*tree_map(_values, args), **tree_map(_values, kwargs))
+        args, kwargs = tree_map(_values, args), tree_map(_values, kwargs)
+        result = func(*args, **kwargs)
+        if self.recorded is not None:
+            self.recorded.append((func, args, kwargs, result))
         if func in READS_BACK:
             return result
         there = {id(each.values): each for each in given if isinstance(each, DeviceTensor)}
@@ -253,6 +258,8 @@ class Watch(TorchDispatchMode):
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, to_device: bool
     ) -> Any:
         """The result of a copy between host and device; None for any other operation."""
+        if self.recorded is not None and func is aten._to_copy.default and not to_device:
+            raise DeviceWaitError("a graph holds no copy to the host")
         if func is aten.copy_.default:
             target, source = args[0], args[1]
             waits = not (kwargs.get("non_blocking") or (len(args) > 2 and args[2]))
@@ -260,6 +267,8 @@ class Watch(TorchDispatchMode):
                 return None
             if source.dim() == 0 and not isinstance(source, DeviceTensor):
                 return None  # a number, which travels with the call
+            if self.recorded is not None:
+                raise DeviceWaitError("a graph holds no copy between host and device")
             if isinstance(target, DeviceTensor):
                 target.values.copy_(self._uploaded(source, waits))
                 return target
@@ -293,6 +302,37 @@ class Watch(TorchDispatchMode):
             return
         self._to_host.append((self.now(), target, source.values.to(target.dtype, copy=True)))
         target.view(-1).view(torch.uint8).fill_(0xA5)
+
+
+class SimulatedGraphs:
+    """Captures as a GPU does: the operations of a body, which are computed again with the tensors
+    that they had, so that whatever the host decided in between stays as it was."""
+
+    def __init__(self, seen: Watch) -> None:
+        self._watch = seen
+        self.num_captured = 0
+        self.num_replayed = 0
+
+    def __call__(self, body: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        self._watch.recorded = recorded = []
+        try:
+            with self._watch.refusing():
+                logits = body()
+        finally:
+            self._watch.recorded = None
+        self.num_captured += 1
+
+        def replay() -> Tensor:
+            self.num_replayed += 1
+            for func, args, kwargs, result in recorded:
+                for old, new in zip(
+                    tree_leaves(result), tree_leaves(func(*args, **kwargs)), strict=True
+                ):
+                    if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():
+                        old.copy_(new)
+            return logits
+
+        return replay
 
 
 @cache

@@ -74,7 +74,14 @@ def assemble(
     if grammars is None:
         grammars = GrammarCompiler(settings.model.folder, info.vocab_size, info.eos_token_ids)
     preprocessor = RequestPreprocessor(info, scheduler.validator, grammars.compile)
-    return EngineCore(scheduler, runner, external, external_outputs), preprocessor
+    core = EngineCore(
+        scheduler,
+        runner,
+        external,
+        external_outputs,
+        overlapped=settings.scheduler.async_scheduling,
+    )
+    return core, preprocessor
 
 
 class EngineThreads:

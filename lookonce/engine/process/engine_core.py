@@ -2,6 +2,11 @@
 
     add, supply, abort ──▶ scheduler ──plan──▶ runner ──result──▶ scheduler ──▶ SchedulerOutput
 
+With overlapped planning the next step is planned and begun before the result of the last one is
+waited for, so that an accelerator always has work:
+
+    plan 1  begin 1  plan 2  begin 2  result 1  update 1  plan 3  begin 3  result 2  update 2 ...
+
 Nothing here knows of processes, threads or messages.
 """
 
@@ -10,6 +15,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +27,7 @@ from lookonce.core.scheduler_state import SchedulerOutput
 from lookonce.engine.process.adapters import EngineAdapters
 from lookonce.engine.process.cache_events import EventPublisher, Load, StepEvents
 from lookonce.engine.process.grammar import Compile
-from lookonce.errors import LookOnceError, RequestFailedError
+from lookonce.errors import DeviceLostError, LookOnceError, RequestFailedError
 from lookonce.types.media import Array, MediaFeature, ProcessedItem
 from lookonce.types.model import ModelInfo
 from lookonce.types.ports import ExternalEncoderCache, ExternalPrefixCache, ModelRunner
@@ -33,6 +39,7 @@ logger = logging.getLogger(__name__)
 
 MAX_BROKEN_STEPS = 8
 """Steps in a row that may raise as a whole before the device counts as lost."""
+BROKEN_STEP = "step %d failed: %d sequences end"
 MIN_OBSERVED_TOKENS = 64
 """Steps of fewer tokens are mostly decodes: they say little of what a prompt costs."""
 
@@ -49,8 +56,15 @@ class EngineCore:
         runner: ModelRunner,
         external: ExternalPrefixCache | None = None,
         external_outputs: ExternalEncoderCache | None = None,
+        *,
+        overlapped: bool = False,
     ) -> None:
-        """`external`, `external_outputs`: the tiers the scheduler was given."""
+        """`external`, `external_outputs`: the tiers the scheduler was given. `overlapped`: plan
+        ahead of results (`--async-scheduling`)."""
+        self._overlapped = overlapped
+        self._under_way: _StepUnderWay | None = None
+        self._ended_at = 0.0
+        """When the result of the last step was there."""
         self._scheduler = scheduler
         self._runner = runner
         self._external = external
@@ -90,11 +104,53 @@ class EngineCore:
         return {name: value for tier in tiers if tier for name, value in tier.stats().items()}
 
     def _step(self) -> SchedulerOutput | None:
+        if self._overlapped:
+            return self._overlapped_step()
         plan = self._scheduler.plan()
         if plan is None:
             return self._scheduler.take_output() or None
         result = self._execute(plan)
         return self._scheduler.update_from_output(plan, result)
+
+    def _overlapped_step(self) -> SchedulerOutput | None:
+        """Begin a step, then update from the one before it, which is under way."""
+        before, plan = self._under_way, self._scheduler.plan()
+        self._under_way = None if plan is None else self._begin(plan)
+        if before is not None:
+            self._land(before)
+        elif plan is None:
+            return self._scheduler.take_output() or None
+        begun = self._under_way
+        if begun is not None and not (self._scheduler.may_plan_ahead and begun.goes_on):
+            self._under_way = None
+            self._land(begun)
+        return self._scheduler.take_output()
+
+    def _begin(self, plan: StepPlan) -> _StepUnderWay:
+        started = time.monotonic()
+        try:
+            return _StepUnderWay(plan, self._runner.begin(plan), started)
+        except Exception as error:
+            if self._is_device_lost(error):
+                raise
+            logger.exception(BROKEN_STEP, plan.step_id, len(plan.scheduled))
+            broken = _broken(plan, error)
+            return _StepUnderWay(plan, lambda: broken, started, is_broken=True)
+
+    def _land(self, step: _StepUnderWay) -> None:
+        """Wait for a step and update from its result."""
+        try:
+            result = step.wait()
+        except Exception as error:
+            if self._is_device_lost(error):
+                raise
+            logger.exception(BROKEN_STEP, step.plan.step_id, len(step.plan.scheduled))
+            result = _broken(step.plan, error)
+        else:
+            if not step.is_broken:
+                self._note_done(step.plan, result, max(step.begun_at, self._ended_at))
+        self._ended_at = time.monotonic()
+        self._scheduler.update(step.plan, result)
 
     def add(
         self,
@@ -163,7 +219,7 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        return self._scheduler.has_work
+        return self._under_way is not None or self._scheduler.has_work
 
     @property
     def seconds_to_next_eviction(self) -> float | None:
@@ -186,18 +242,42 @@ class EngineCore:
         try:
             result = self._runner.execute(plan)
         except Exception as error:
-            self._broken_steps += 1
-            if self._broken_steps >= MAX_BROKEN_STEPS:
+            if self._is_device_lost(error):
                 raise
-            logger.exception("step %d failed: %d sequences end", plan.step_id, len(plan.scheduled))
+            logger.exception(BROKEN_STEP, plan.step_id, len(plan.scheduled))
             return _broken(plan, error)
+        self._note_done(plan, result, started)
+        return result
+
+    def _is_device_lost(self, error: Exception) -> bool:
+        """A step has raised. Whether that says so, or so many have in a row."""
+        self._broken_steps += 1
+        return isinstance(error, DeviceLostError) or self._broken_steps >= MAX_BROKEN_STEPS
+
+    def _note_done(self, plan: StepPlan, result: StepResult, started: float) -> None:
         if self.load is not None:
             self.load.note_step(plan, result, time.monotonic() - started)
         if plan.scheduled:
             self._broken_steps = 0
             if self._external is not None:
                 _observe(self._external, plan, time.monotonic() - started)
-        return result
+
+
+@dataclass(frozen=True, slots=True)
+class _StepUnderWay:
+    """A step that was begun and not waited for."""
+
+    plan: StepPlan
+    wait: Callable[[], StepResult]
+    begun_at: float
+    is_broken: bool = False
+    """It could not be begun."""
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the next step may be planned before this one's result is there. Not where there
+        is nothing to wait for, nor where a copy may be lost that the next step would bring back."""
+        return bool(self.plan.scheduled) and not (self.plan.offload or self.is_broken)
 
 
 def _observe(external: ExternalPrefixCache, plan: StepPlan, seconds: float) -> None:

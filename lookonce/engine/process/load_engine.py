@@ -9,14 +9,16 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
+from typing import NoReturn
 
 import msgspec
 import torch
 
-from lookonce.config import GIB, KVConfig, LoRAConfig
+from lookonce.config import GIB, KVConfig, LoRAConfig, ModelConfig
 from lookonce.core.block_pool import BlockPool
 from lookonce.engine.process.adapters import EngineAdapters
 from lookonce.engine.process.build import assemble
@@ -24,18 +26,22 @@ from lookonce.engine.process.cache_events import Load
 from lookonce.engine.process.engine_core import EngineCore, RequestPreprocessor
 from lookonce.engine.process.grammar import GrammarCompiler
 from lookonce.engine.process.kv_tiers import open_external, open_external_outputs, rope_of
+from lookonce.engine.process.tensor_parallel import ParallelRunner, Ranks
 from lookonce.engine.process.warmup import WarmUpItems, warm_up
 from lookonce.engine.process_io import EngineSettings
 from lookonce.errors import BadRequestError, ConfigError, ModelLoadError
 from lookonce.model.attention.backend import AttentionBackend
 from lookonce.model.attention.select import resolve_block_size, select_backend
+from lookonce.model.decode_graphs import SCRATCH_BLOCKS, CudaGraphs, decode_sizes
 from lookonce.model.loader import LoadedModel, load_model, media_adapters
 from lookonce.model.lora_files import AdapterStore, why_no_adapters
 from lookonce.model.runner import Runner, ThreadCounts
+from lookonce.model.tensor_parallel import TensorParallelGroup
 from lookonce.render.families.registry import media_examples
 from lookonce.types.lora import LoRAInfo
 from lookonce.types.media import Modality
 from lookonce.types.model import MEDIA_ADAPTERS
+from lookonce.types.ports import ModelRunner
 
 logger = logging.getLogger(__name__)
 
@@ -57,20 +63,21 @@ def load_engine(
 
     Raises `ConfigError` for settings the model cannot be served with, and `ModelLoadError`.
     """
-    threads = ThreadCounts.of_machine()
+    ranks = None
+    if settings.model.tensor_parallel_size > 1:
+        ranks = Ranks(settings, on_end=_end_engine)
     items = WarmUpItems(settings)  # processed while weights load
-    model = settings.model
-    examples = partial(media_examples, model.folder, model.dtype)
-    loaded = load_model(model, progress, examples)
-    backend, block_size = attention_of(loaded, settings.kv)
-    num_blocks = _num_blocks(loaded, settings.kv, block_size)
-    num_tokens = num_blocks * block_size
-    loaded = _fitted(loaded, num_tokens, "the KV cache holds %d tokens")
-    if loaded.info.encoder_only:
-        step = settings.scheduler.max_num_batched_tokens
-        loaded = _fitted(loaded, step, "a step computes %d tokens (--max-num-batched-tokens)")
+    if ranks is None:
+        threads = ThreadCounts.of_machine()
+        fitted = _load_fitted(settings, settings.model, progress)
+    else:
+        threads = None
+        fitted = load_rank(settings, 0, str(ranks.rendezvous), progress)
+    loaded, backend = fitted.loaded, fitted.backend
+    num_blocks, block_size = fitted.num_blocks, fitted.block_size
     scratch = BlockPool(num_blocks, block_size)
     runner = make_runner(loaded, settings, backend, scratch, threads)
+    steps: ModelRunner = runner if ranks is None else ParallelRunner(runner, ranks)
     logger.info(
         "serving %s on %s: %s, attention %s, %d KV blocks of %d tokens",
         loaded.info.model_type,
@@ -87,7 +94,8 @@ def load_engine(
         loaded = dataclasses.replace(loaded, info=told)
     info = loaded.info
     grammars = GrammarCompiler(settings.model.folder, info.vocab_size, info.eos_token_ids)
-    warm_up_engine, _ = assemble(loaded.info, runner, settings, scratch)
+    runner.capture()
+    warm_up_engine, _ = assemble(loaded.info, steps, settings, scratch)
     if settings.events is not None:
         warm_up_engine.load = Load()
     warm_up(
@@ -109,10 +117,58 @@ def load_engine(
         outputs = open_external_outputs(settings.encoder, loaded.info, copier)
     pool = BlockPool(num_blocks, block_size)
     grammars.load_soon()
-    core, preprocessor = assemble(loaded.info, runner, settings, pool, external, grammars, outputs)
+    core, preprocessor = assemble(loaded.info, steps, settings, pool, external, grammars, outputs)
     core.load = warm_up_engine.load  # the first rates that a router knows
     preprocessor.adapters = adapters
     return core, preprocessor
+
+
+@dataclass(frozen=True, slots=True)
+class FittedModel:
+    """A loaded model, and the KV cache that it gets."""
+
+    loaded: LoadedModel
+    backend: AttentionBackend
+    num_blocks: int
+    block_size: int
+
+
+def load_rank(
+    settings: EngineSettings, rank: int, rendezvous: str, progress: Progress | None = None
+) -> FittedModel:
+    """Load one rank's part of the model, once all ranks have come to the file `rendezvous`."""
+    size, model = settings.model.tensor_parallel_size, settings.model
+    if model.device == "cuda":
+        model = dataclasses.replace(model, device=f"cuda:{rank}")
+        torch.cuda.set_device(rank)
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // size))
+    group = TensorParallelGroup(rank, size, Path(rendezvous), torch.device(model.device))
+    return _load_fitted(settings, model, progress, group)
+
+
+def _load_fitted(
+    settings: EngineSettings,
+    model: ModelConfig,
+    progress: Progress | None,
+    group: TensorParallelGroup | None = None,
+) -> FittedModel:
+    examples = partial(media_examples, model.folder, model.dtype)
+    loaded = load_model(model, progress, examples, group)
+    backend, block_size = attention_of(loaded, settings.kv)
+    num_blocks = _num_blocks(loaded, settings.kv, block_size)
+    num_tokens = num_blocks * block_size
+    loaded = _fitted(loaded, num_tokens, "the KV cache holds %d tokens")
+    if loaded.info.encoder_only:
+        step = settings.scheduler.max_num_batched_tokens
+        loaded = _fitted(loaded, step, "a step computes %d tokens (--max-num-batched-tokens)")
+    return FittedModel(loaded, backend, num_blocks, block_size)
+
+
+def _end_engine(reason: str) -> NoReturn:
+    """In any thread: what this process computes with is gone. Its supervisor starts another."""
+    logger.error("%s: the engine ends", reason)
+    logging.shutdown()
+    os._exit(1)
 
 
 def attention_of(loaded: LoadedModel, kv: KVConfig) -> tuple[AttentionBackend, int]:
@@ -129,9 +185,17 @@ def make_runner(
     threads: ThreadCounts | None = None,
 ) -> Runner:
     """A runner with as many blocks as `pool`; `threads` None: torch's setting stays."""
+    sizes: tuple[int, ...] = ()
+    capture = None
+    if loaded.device.type == "cuda" and settings.model.cuda_graph_bytes and loaded.group is None:
+        sizes = decode_sizes(settings.scheduler.max_num_seqs)
+        capture = CudaGraphs(loaded.device, settings.model.cuda_graph_bytes)
+    spare = SCRATCH_BLOCKS if sizes else 0
     return Runner(
         loaded,
-        kv_pages=loaded.kv_pages(pool.num_blocks, pool.block_size),
+        kv_pages=loaded.kv_pages(pool.num_blocks + spare, pool.block_size),
+        decode_sizes=sizes,
+        capture=capture,
         backend=backend,
         max_num_seqs=settings.scheduler.max_num_seqs,
         max_num_batched_tokens=settings.scheduler.max_num_batched_tokens,

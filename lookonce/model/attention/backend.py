@@ -100,6 +100,8 @@ class AttentionBackend(Protocol):
     default_block_size: int
     block_size_multiple: int
     """Block sizes must be a multiple of this."""
+    is_capturable: bool
+    """A decode step reads lengths from the device alone, so that a graph can hold it."""
 
     def supports(self, features: AttentionFeatures) -> bool: ...
 

@@ -35,6 +35,7 @@ class KernelBackend:
     name = "cpu"
     default_block_size = 16
     block_size_multiple = 1
+    is_capturable = False
 
     def supports(self, features: AttentionFeatures) -> bool:
         return features.dtype in TOLERANCE

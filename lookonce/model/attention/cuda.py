@@ -37,6 +37,7 @@ class VarlenBackend:
     name = "varlen"
     default_block_size = 256
     block_size_multiple = 256
+    is_capturable = True
 
     def supports(self, features: AttentionFeatures) -> bool:
         plain = not (features.softcap or features.sinks or features.bidirectional)

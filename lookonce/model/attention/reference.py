@@ -26,6 +26,7 @@ class ReferenceBackend:
     name = "reference"
     default_block_size = 16
     block_size_multiple = 1
+    is_capturable = False
 
     def supports(self, features: AttentionFeatures) -> bool:
         return True

@@ -72,6 +72,8 @@ class ModelFamily:
     keeps_latents: bool = False
     """Whether the decoder's attention keeps one compressed row for a token, which is key and value
     of all heads (`attention.latent`)."""
+    num_ranks: int = 1
+    """Ranks that the decoder is divided among (`model.tensor_parallel`)."""
     logit_scale: float = 1.0
     """What the output head gives is multiplied by this, before any softcap."""
 
@@ -117,7 +119,7 @@ class ModelFamily:
     @property
     def vocab_size(self) -> int:
         """V, the width of the logits; placeholder ids may lie beyond it."""
-        return int(self.lm_head.weight.shape[0])
+        return int(getattr(self.lm_head, "vocab_size", self.lm_head.weight.shape[0]))
 
     @property
     def row_width(self) -> int:
@@ -189,8 +191,10 @@ class ModelFamily:
 
     @property
     def num_kv_heads(self) -> int:
+        """Of one rank."""
         text = self.text_config
-        return int(getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
+        count = int(getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
+        return max(1, count // self.num_ranks)
 
     @property
     def num_layers(self) -> int:

@@ -533,6 +533,7 @@ class _Recorder:
 
     name = "recorder"
     default_block_size = block_size_multiple = 1
+    is_capturable = False
 
     def __init__(self) -> None:
         self.layers: dict[int, LayerAttention] = {}

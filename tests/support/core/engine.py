@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import pytest
+
 from lookonce.core.scheduler_state import SchedulerOutput
 from lookonce.types.request import GenerateRequest, PrefillStats, PromptLogprob, TokenDelta
-from lookonce.types.step import StepPlan
+from lookonce.types.step import StepPlan, StepResult
 from tests.support.core.builders import ROW_BYTES, Limits, items_for, make_scheduler
 from tests.support.core.fake_runner import FakeRunner
+
+OVERLAPPED = bool(os.environ.get("TEST_OVERLAPPED"))
+"""Whether steps are planned ahead of results where a test does not say (`make test-overlapped`)."""
+
+
+COUNTS_STEPS = pytest.mark.skipif(OVERLAPPED, reason="counts steps, and a result comes one later")
 
 
 @dataclass(frozen=True)
@@ -38,7 +47,17 @@ class Engine:
         self,
         limits: Limits = Limits(),  # noqa: B008 - frozen
         costs: StepCosts = StepCosts(),
+        *,
+        overlapped: bool = OVERLAPPED,
     ) -> None:
+        """`overlapped`: plan each step before the result of the last one is applied."""
+        self.overlapped = overlapped
+        self.under_way: tuple[StepPlan, StepResult] | None = None
+        self.ends_at: dict[int, float] = {}
+        """Step under way → when the device will have computed it, after those before it."""
+        self.free_at = 0.0
+        self.num_ahead = 0
+        """Plans that were made ahead of a result."""
         self.limits = limits
         self.costs = costs
         self.now = 0.0
@@ -64,21 +83,44 @@ class Engine:
         self.scheduler.supply(request.request_id, items_for(request.features))
 
     def step(self) -> StepPlan | None:
-        plan = self.scheduler.plan()
-        if plan is None:
-            self.take(self.scheduler.take_output())
-            return None
-        self.plans.append(plan)
-        result = self.runner.execute(plan)
-        self.now += self.costs.of(plan)
-        self.take(self.scheduler.update_from_output(plan, result))
+        plan, before = self.scheduler.plan(), self.under_way
+        begun = None
+        if plan is not None:
+            self.plans.append(plan)
+            begun = plan, self.runner.execute(plan)
+            self.ends_at[plan.step_id] = max(self.now, self.free_at) + self.costs.of(plan)
+            self.free_at = self.ends_at[plan.step_id]
+            self.num_ahead += before is not None and bool(plan.scheduled)
+        self.under_way = begun
+        if before is not None:
+            self.update(*before)
+        ahead = self.overlapped and self.scheduler.may_plan_ahead
+        if begun is not None and not (ahead and begun[0].scheduled and not begun[0].offload):
+            self.land()
+        self.take(self.scheduler.take_output())
         self.scheduler.check_integrity()
         return plan
+
+    def land(self) -> None:
+        """Apply the result of the step that is under way, if one is."""
+        if self.under_way is not None:
+            begun, self.under_way = self.under_way, None
+            self.update(*begun)
+            self.take(self.scheduler.take_output())
+
+    def update(self, plan: StepPlan, result: StepResult) -> None:
+        """The device has ended a step."""
+        self.now = max(self.now, self.ends_at.pop(plan.step_id))
+        self.scheduler.update(plan, result)
+
+    @property
+    def has_work(self) -> bool:
+        return self.under_way is not None or self.scheduler.has_work
 
     def run(self, *, max_steps: int = 10_000) -> None:
         """Step until there is nothing left to do; everything eventually finishes."""
         for _ in range(max_steps):
-            if not self.scheduler.has_work:
+            if not self.has_work:
                 return
             self.step()
         raise AssertionError("the scheduler does not come to an end")

@@ -12,6 +12,7 @@ tokens without any scheduling.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -59,6 +60,7 @@ class _Known:
     adapter: bytes = b""
     """Digest of its LoRA adapter, on which everything depends that is computed."""
     num_prompt_tokens: int = 0
+    failed: bool = False
 
 
 class FakeRunner:
@@ -90,6 +92,11 @@ class FakeRunner:
         self.computed_tokens = 0
         self._pooled: dict[int, bytes] = {}
         """Of this step: the state after the last token, of models that pool."""
+
+    def begin(self, plan: StepPlan) -> Callable[[], StepResult]:
+        """Computes at once, and tells later."""
+        result = self.execute(plan)
+        return lambda: result
 
     def execute(self, plan: StepPlan) -> StepResult:
         for seq_id in plan.finished:
@@ -262,20 +269,27 @@ class FakeRunner:
     def _compute(
         self,
         chunk: ScheduledSequence,
-        failed: dict[bytes, LookOnceError],
+        failed: Collection[bytes],
         broken: dict[int, LookOnceError],
     ) -> int | None:
         """The sampled token, -1 where it failed, None where nothing is sampled."""
         sequence = self.known[chunk.seq_id]
         self._check_chunk(chunk, sequence)
         sequence.blocks += chunk.new_block_ids
+        if sequence.failed:  # its end was not told yet when this step was planned
+            return -1 if chunk.sample else None
         if chunk.seq_id in self.failing_sequences:
             broken[chunk.seq_id] = RequestFailedError("the forward pass failed")
         read = (*(e.key for e in chunk.embeds), *attended(sequence.features))
         for _, slot in chunk.snapshots:
             require(slot < self.limits.num_snapshots, "snapshots stay within their slots")
             self.snapshots.pop(slot, None)  # a step that fails leaves no state there
+        failed = failed.keys() | (self.lost - self.outputs.keys())
         if chunk.seq_id in broken or any(key in failed for key in read):
+            sequence.failed = True
+            sequence.computed = chunk.start + chunk.num_tokens
+            sequence.tokens += [0] * chunk.sample
+            sequence.sampled |= chunk.sample
             return -1 if chunk.sample else None
         self._write(chunk, sequence)
         sequence.computed = chunk.start + chunk.num_tokens

@@ -48,7 +48,7 @@ class GatedRunner(FakeRunner):
         self.raising = 0
         """Coming steps that raise, before they have done anything but forgotten."""
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def execute(self, plan: StepPlan) -> StepResult:  # `begin` calls it
         if self.num_passing and not self.gate.is_set():
             self.num_passing -= 1
         else:

@@ -30,6 +30,7 @@ from lookonce.engine.process.engine_core import EngineCore
 from lookonce.engine.process.load_engine import load_adapters
 from lookonce.model.attention.backend import AttentionBackend
 from lookonce.model.attention.select import select_backend
+from lookonce.model.decode_graphs import Capture
 from lookonce.model.loader import LoadedModel, load_model, media_adapters
 from lookonce.model.lora import LoRAAdapter
 from lookonce.model.runner import Runner
@@ -45,6 +46,7 @@ from lookonce.types.model import (
 from lookonce.types.request import GenerateRequest, PromptLogprob
 from lookonce.types.sampling import SamplingParams
 from lookonce.types.step import StepPlan, StepResult
+from tests.support.core.engine import OVERLAPPED
 from tests.support.model.cases import MAX_LOGIT_ERROR, Case, CaseMaker, Part, array, picture, sound
 from tests.support.model.chats import PoolInProcess, chat_case
 from tests.support.render import hugging_face
@@ -97,6 +99,11 @@ class CapturingRunner(Runner):
 
     def execute(self, plan: StepPlan) -> StepResult:
         return super().execute(self._edit(plan))
+
+    def begin(self, plan: StepPlan) -> Callable[[], StepResult]:
+        for new in plan.new:  # preempted: a token that was under way is drawn again
+            del self.captured.get(new.seq_id, [])[len(new.token_ids) - new.num_prompt_tokens :]
+        return super().begin(self._edit(plan))
 
     def logits(
         self, inputs: StepInputs, seq_ids: Sequence[int], hidden: torch.Tensor | None = None
@@ -269,9 +276,12 @@ def make_core(
     edit: PlanEdit = lambda plan: plan,
     num_snapshots: int = 32,
     adapters: Sequence[LoRAAdapter] = (),
+    overlapped: bool = OVERLAPPED,
+    decode_sizes: Sequence[int] = (),
+    capture: Capture | None = None,
 ) -> tuple[EngineCore, CapturingRunner]:
     """`info` is what the scheduler believes of the model, `edit` changes plans on their way to the
-    runner: both are for taking a piece of handling away.
+    runner: both are for taking a piece of handling away. `overlapped`: plan ahead of results.
     """
     info = info or loaded.info
     own = media_adapters(loaded.info.name, loaded.info.model_type)
@@ -287,7 +297,9 @@ def make_core(
     )
     runner = CapturingRunner(
         loaded,
-        kv_pages=loaded.kv_pages(num_blocks, block_size),
+        kv_pages=loaded.kv_pages(num_blocks + bool(decode_sizes), block_size),
+        decode_sizes=decode_sizes,
+        capture=capture,
         backend=backend or select_backend("cpu", loaded.family.attention_features(loaded.dtype)),
         max_num_seqs=8,
         max_num_batched_tokens=budget,
@@ -295,11 +307,12 @@ def make_core(
         num_snapshots=num_snapshots,
         adapters=bool(adapters or own),
     )
+    runner.capture()
     runner.own_adapters = load_adapters(loaded, runner, None, own)
     for adapter in adapters:
         assert runner.lora is not None
         runner.lora.loaded = runner.lora.loaded.with_adapter(adapter)
-    return EngineCore(scheduler, runner), runner
+    return EngineCore(scheduler, runner, overlapped=overlapped), runner
 
 
 def serve(
@@ -347,6 +360,17 @@ def serve(
     core.check_integrity()
     answers = [Answer(tokens[str(i)], torch.stack(runner.captured[i])) for i in range(len(cases))]
     return Served(answers, core.stats(), scored, [reasons[str(i)] for i in range(len(cases))])
+
+
+def answers(served: Served) -> list[list[int]]:
+    """The tokens of each answer."""
+    return [answer.token_ids for answer in served.answers]
+
+
+def loaded_with_cases(folder: Path, device: str = "cpu") -> tuple[LoadedModel, list[Case]]:
+    loaded = load_model(ModelConfig(folder=str(folder), served_name="test", device=device))
+    maker = CaseMaker(folder, loaded.family.config)
+    return loaded, media_cases(maker) if maker.sees or maker.hears else text_cases(maker)
 
 
 def fork(loaded: LoadedModel, case: Case, samples: int, **options: Any) -> list[Answer]:

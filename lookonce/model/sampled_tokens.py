@@ -1,0 +1,93 @@
+"""Tokens that the step under way samples: inputs of the next step before the host knows them.
+
+A step's sampled tokens stay on the device until the step after it was begun. Where that one
+computes such a token, its input id is written there, from one tensor to the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+_Output = TypeVar("_Output")
+
+
+@dataclass(frozen=True, slots=True)
+class Draw(Generic[_Output]):
+    """Tokens that were drawn, one per row."""
+
+    tokens: Tensor | list[int]
+    """[n] on the device, or the values; -1 where a row failed."""
+    output: Callable[[], _Output]
+    """What is told of them, once the step was waited for; called once."""
+
+    def __call__(self) -> _Output:
+        return self.output()
+
+
+Part = tuple[Sequence[int], Tensor | list[int]]
+"""Sequences, and the tokens that were drawn for them."""
+
+
+class SampledTokens:
+    """Which sequences' last tokens are only on the device, and where."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._drawn: list[Part] = []
+        """By the step that was begun last."""
+        self._rows: dict[int, int] = {}
+        """Sequence → row of `_tokens`, of the step before it."""
+        self._tokens = torch.empty(0, dtype=torch.int64, device=device)
+
+    def begin_step(self) -> list[Part]:
+        """A step begins: what the one before it has drawn, and has not told, are its inputs.
+        Returns where this step's draws are noted, for `forget`."""
+        drawn, self._drawn = self._drawn, []
+        if not drawn:
+            self._rows = {}
+            return self._drawn
+        seq_ids = [seq_id for part, _ in drawn for seq_id in part]
+        self._rows = {seq_id: row for row, seq_id in enumerate(seq_ids)}
+        parts = [self._on_device(tokens) for _, tokens in drawn]
+        tokens = parts[0] if len(parts) == 1 else torch.cat(parts)
+        self._tokens = tokens.clamp(min=0)  # a sequence that failed is computed once more, for none
+        return self._drawn
+
+    def _on_device(self, tokens: Tensor | list[int]) -> Tensor:
+        if isinstance(tokens, list):
+            return torch.tensor(tokens, dtype=torch.int64, device=self._device)
+        return tokens
+
+    def note(self, seq_ids: Sequence[int], tokens: Tensor | list[int]) -> None:
+        """The step that was begun last has drawn these."""
+        self._drawn.append((seq_ids, tokens))
+
+    def told(self, drawn: list[Part]) -> None:
+        """What a step has drawn is on the host: the next one does not take it from the device."""
+        if drawn is self._drawn:
+            self._drawn = []
+
+    def remove(self, seq_ids: Iterable[int]) -> None:
+        for seq_id in seq_ids:
+            self._rows.pop(seq_id, None)
+
+    def __bool__(self) -> bool:
+        """Whether any sequence's last token is only on the device."""
+        return bool(self._rows)
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def row_of(self, seq_id: int) -> int | None:
+        """Where in `tokens` this sequence's token is; None: the host knows all of its tokens."""
+        return self._rows.get(seq_id)
+
+    @property
+    def tokens(self) -> Tensor:
+        """[n] on the device, of the sequences of the step before; 0 where one failed."""
+        return self._tokens
