@@ -48,7 +48,7 @@ struct Tokens {
 
 inline int64_t whole_steps(int64_t inputs, int64_t step) { return (inputs + step - 1) / step * step; }
 
-template <typename E>
+template <typename E, int PLACE = 0>
 E* room(int64_t size) {
     static thread_local std::vector<E> kept;
     if (int64_t(kept.size()) < size) kept.resize(size);
@@ -79,15 +79,11 @@ struct Meeting<T, float> {
     static Vec tokens(const float* from) { return load(from); }
     static Vec add_product(Vec sum, Vec a, Vec b) { return sum + a * b; }
     static Vec as_floats(Vec sum) { return sum; }
-    static Tokens<float> prepare(const float* x, int64_t count, int64_t inputs) {
-        const int64_t stride = whole_steps(inputs, STEP);
-        if (stride == inputs) return {x, stride};
-        float* rows = room<float>(count * stride);
-        for (int64_t t = 0; t < count; ++t) {
-            std::memcpy(rows + t * stride, x + t * inputs, inputs * sizeof(float));
-            std::fill(rows + t * stride + inputs, rows + (t + 1) * stride, 0.0f);
-        }
-        return {rows, stride};
+    static constexpr bool AS_THEY_LIE = true;  // tokens of whole steps are met where they are
+    static float prepare(const float* x, int64_t inputs, int64_t stride, float* to) {
+        std::memcpy(to, x, inputs * sizeof(float));
+        std::fill(to + inputs, to + stride, 0.0f);
+        return 1.0f;
     }
 };
 
@@ -113,16 +109,12 @@ struct Meeting<T, BFloat16> {
         store(to + LANES, __builtin_shufflevector(low, high, int(2 * LANE + 1)...));
     }
     static void separate(const float* from, float* to) { separate(from, to, LANE_INDEX); }
-    static Tokens<float> prepare(const float* x, int64_t count, int64_t inputs) {
-        const int64_t stride = whole_steps(inputs, STEP);
-        float* rows = room<float>(count * stride);
-        for (int64_t t = 0; t < count; ++t, x += inputs) {
-            float* to = rows + t * stride;
-            int64_t k = 0;
-            for (; k + STEP <= inputs; k += STEP, to += STEP) separate(x + k, to);
-            if (k < inputs) separate(Rest<float>(x + k, inputs - k).elements, to);
-        }
-        return {rows, stride};
+    static constexpr bool AS_THEY_LIE = false;
+    static float prepare(const float* x, int64_t inputs, int64_t, float* to) {
+        int64_t k = 0;
+        for (; k + STEP <= inputs; k += STEP) separate(x + k, to + k);
+        if (k < inputs) separate(Rest<float>(x + k, inputs - k).elements, to + k);
+        return 1.0f;
     }
 };
 
@@ -140,13 +132,10 @@ struct Meeting<BFloat16, BFloat16> {
     static UnitVec tokens(const BFloat16* from) { return load_units(from); }
     static Vec add_product(Vec sum, UnitVec a, UnitVec b) { return Pair::add_product(sum, a, b); }
     static Vec as_floats(Vec sum) { return sum; }
-    static Tokens<BFloat16> prepare(const float* x, int64_t count, int64_t inputs) {
-        const int64_t stride = whole_steps(inputs, STEP);
-        BFloat16* rows = room<BFloat16>(count * stride);
-        for (int64_t t = 0; t < count; ++t)
-            for (int64_t k = 0; k < stride; ++k)
-                narrow(k < inputs ? x[t * inputs + k] : 0.0f, rows + t * stride + k);
-        return {rows, stride};
+    static constexpr bool AS_THEY_LIE = false;
+    static float prepare(const float* x, int64_t inputs, int64_t stride, BFloat16* to) {
+        for (int64_t k = 0; k < stride; ++k) narrow(k < inputs ? x[k] : 0.0f, to + k);
+        return 1.0f;
     }
 };
 #endif
@@ -204,40 +193,58 @@ struct Meeting<T, int8_t> {
         std::memcpy(to, &shorts, sizeof shorts);
     }
 
-    // What is not finite makes all results of its token NaN.
-    static Tokens<int16_t> prepare(const float* x, int64_t count, int64_t inputs) {
-        const int64_t stride = whole_steps(inputs, STEP);
-        int16_t* rows = room<int16_t>(count * stride);
-        float* scales = room<float>(count);
+    // The scale of the token. What is not finite makes all its results NaN.
+    static constexpr bool AS_THEY_LIE = false;
+    static float prepare(const float* x, int64_t inputs, int64_t, int16_t* to) {
         const float most = largest(inputs);
-        for (int64_t t = 0; t < count; ++t, x += inputs) {
-            const auto step = [&](int64_t k, auto take) {
-                const int64_t rest = std::min<int64_t>(inputs - k, STEP);
-                if (rest == STEP) return take(x + k);
-                take(Rest<float>(x + k, rest).elements);
-            };
-            Vec most_of = {}, faults = {};
-            for (int64_t k = 0; k < inputs; k += STEP)
-                step(k, [&](const float* from) {
-                    for (int i = 0; i < STEP; i += LANES) {
-                        const Vec v = load(from + i);
-                        most_of = max_vec(max_vec(v, -v), most_of);
-                        faults += v * 0.0f;  // NaN of what is not finite
-                    }
-                });
-            const float highest = reduce_max(most_of), fault = reduce_sum(faults);
-            const bool is_finite = fault == 0.0f;
-            const float factor = is_finite && highest > 0.0f ? most / highest : 0.0f;
-            scales[t] = is_finite ? highest / most : fault;
-            for (int64_t k = 0; k < inputs; k += STEP)
-                step(k, [&](const float* from) {
-                    for (int i = 0; i < STEP; i += LANES)
-                        store_rounded(load(from + i) * factor, rows + t * stride + k + i);
-                });
-        }
-        return {rows, stride, scales};
+        const auto step = [&](int64_t k, auto take) {
+            const int64_t rest = std::min<int64_t>(inputs - k, STEP);
+            if (rest == STEP) return take(x + k);
+            take(Rest<float>(x + k, rest).elements);
+        };
+        Vec most_of = {}, faults = {};
+        for (int64_t k = 0; k < inputs; k += STEP)
+            step(k, [&](const float* from) {
+                for (int i = 0; i < STEP; i += LANES) {
+                    const Vec v = load(from + i);
+                    most_of = max_vec(max_vec(v, -v), most_of);
+                    faults += v * 0.0f;  // NaN of what is not finite
+                }
+            });
+        const float highest = reduce_max(most_of), fault = reduce_sum(faults);
+        const bool is_finite = fault == 0.0f;
+        const float factor = is_finite && highest > 0.0f ? most / highest : 0.0f;
+        for (int64_t k = 0; k < inputs; k += STEP)
+            step(k, [&](const float* from) {
+                for (int i = 0; i < STEP; i += LANES) store_rounded(load(from + i) * factor, to + k + i);
+            });
+        return is_finite ? highest / most : fault;
     }
 };
+
+// Values of tokens that are worth preparing by more than one thread.
+constexpr int64_t PREPARED_BY_THREADS = 8192;
+
+// x [count][inputs] as a Meeting wants them, in memory of the calling thread.
+template <typename M>
+Tokens<typename M::Element> prepared(const float* x, int64_t count, int64_t inputs,
+                                     Parallel& threads) {
+    using E = typename M::Element;
+    const int64_t stride = whole_steps(inputs, M::STEP);
+    if constexpr (M::AS_THEY_LIE)
+        if (stride == inputs) return {x, stride};
+    E* rows = room<E>(count * stride);
+    float* scales = room<float, 1>(count);
+    const auto some = [=](int64_t begin, int64_t end) {
+        for (int64_t t = begin; t < end; ++t)
+            scales[t] = M::prepare(x + t * inputs, inputs, stride, rows + t * stride);
+    };
+    if (count * inputs < PREPARED_BY_THREADS)
+        some(0, count);
+    else
+        threads.ranges(count, some);
+    return {rows, stride, scales};
+}
 
 // How the sums of a tile are used: ROWS outputs by TOKENS tokens by SPLIT stretches of the inputs.
 // SPLIT keeps so many sums under way that an addition need not wait for the one before it.
@@ -245,17 +252,23 @@ template <int TOKENS>
 struct Shape {
     static constexpr int WIDE = LANES == 16 ? 2 : 1;  // there are twice the registers then
     static constexpr int ROWS = TOKENS > 4 ? WIDE : TOKENS > 2 ? 2 * WIDE : 1;
-    static constexpr int SPLIT = TOKENS > 2 ? 1 : 4;
+    static constexpr int SPLIT = TOKENS > 1 ? 1 : 2;
+};
+
+// Rows in so many places of a matrix at once: a core has more memory under way than with rows that
+// lie one after the other, as it looks ahead in each of them by itself.
+template <int TOKENS>
+struct Streams {
+    static constexpr int ROWS = 4, SPLIT = Shape<TOKENS>::SPLIT;
 };
 
 constexpr int CACHE_LINE = 64;
 
-// The lanes of sums[t][r] add up to x[t] . rows[r]. What lies `ahead` weights further is asked for,
-// unless that is 0.
-template <typename M, int TOKENS, typename W>
+// S is a Shape or Streams. sums(t, r) is set to a vector whose lanes add up to x[t] . rows[r]. What
+// lies `ahead` weights further is asked for, unless that is 0.
+template <typename M, int TOKENS, typename S, typename W, typename F>
 inline void tile(const typename M::Element* const* x, const W* const* rows, int64_t inputs,
-                 int64_t ahead, Vec (*sums)[LANES]) {
-    using S = Shape<TOKENS>;
+                 int64_t ahead, F sums) {
     constexpr int LINE = CACHE_LINE / int(M::STEP * sizeof(W)), STEPS = std::max(S::SPLIT, LINE);
     typename M::Sum sum[TOKENS][S::ROWS][S::SPLIT] = {};
     const auto meet = [&](const W* const* from, int64_t at, int j) {
@@ -316,7 +329,7 @@ inline void tile(const typename M::Element* const* x, const W* const* rows, int6
         for (int r = 0; r < S::ROWS; ++r) {
 #pragma GCC unroll 4
             for (int j = 1; j < S::SPLIT; ++j) sum[t][r][0] += sum[t][r][j];
-            sums[t][r] = M::as_floats(sum[t][r][0]);
+            sums(t, r) = M::as_floats(sum[t][r][0]);
         }
 }
 
@@ -335,64 +348,102 @@ struct Part {
     int64_t ahead;  // weights from those that are read to those that are asked for; 0: none are
 };
 
-// Tokens [first, first + count); count is at most TOKENS.
+// The results of some tokens: [first, first + count), of which there are at most TOKENS.
 template <typename M, int TOKENS, typename T, typename W>
-inline void tiles(const Product<T, W, typename M::Element>& p, int64_t first, int64_t count,
-                  const Part& part) {
-    using S = Shape<TOKENS>;
-    const Linear<T, W>& layer = p.layer;
-    const bool add = p.add || part.first_input > 0;
-    const T* bias = part.first_input > 0 ? nullptr : layer.bias;
+struct Results {
+    const Product<T, W, typename M::Element>& p;
+    const int64_t first, count;
     const typename M::Element* tokens[TOKENS];
     float token_scales[TOKENS];
-    for (int t = 0; t < TOKENS; ++t) {
-        const int64_t token = first + std::min<int64_t>(t, count - 1);
-        tokens[t] = p.x.row(token) + part.first_input;
-        token_scales[t] = p.x.scales ? p.x.scales[token] : 1.0f;
-    }
-    for (int64_t n = part.begin; n < part.end; n += LANES) {
-        const int64_t limit = std::min<int64_t>(LANES, part.end - n);
-        Vec sums[TOKENS][LANES] = {};
-        for (int64_t r = 0; r < limit; r += S::ROWS) {
-            const W* rows[S::ROWS];
-            for (int i = 0; i < S::ROWS; ++i)
-                rows[i] = layer.weight + (n + std::min(r + i, limit - 1)) * layer.inputs +
-                          part.first_input;
-            Vec(*to)[LANES] = reinterpret_cast<Vec(*)[LANES]>(&sums[0][r]);
-            tile<M, TOKENS>(tokens, rows, part.inputs, part.ahead, to);
+
+    Results(const Product<T, W, typename M::Element>& product, int64_t first, int64_t count,
+            int64_t first_input)
+        : p(product), first(first), count(count) {
+        for (int t = 0; t < TOKENS; ++t) {
+            const int64_t token = first + std::min<int64_t>(t, count - 1);
+            tokens[t] = p.x.row(token) + first_input;
+            token_scales[t] = p.x.scales ? p.x.scales[token] : 1.0f;
         }
+    }
+
+    // Outputs [n, n + limit), at most LANES, from sums[t][output].
+    void write(int64_t n, int64_t limit, Vec (*sums)[LANES], bool is_rest) const {
+        const Linear<T, W>& layer = p.layer;
         const auto some = [limit](const auto* from) {
             return limit == LANES ? load(from) : load_part(from, int(limit));
         };
         const Vec scales = layer.scales ? some(layer.scales + n) : splat(1.0f);
-        const Vec more = bias ? some(bias + n) : Vec{};
+        const Vec more = layer.bias && !is_rest ? some(layer.bias + n) : Vec{};
         for (int64_t t = 0; t < count; ++t) {
             float* to = p.y + (first + t) * layer.width + n;
             Vec sum = transpose_sum(sums[t]) * (scales * token_scales[t]) + more;
-            if (add) sum += some(to);
+            if (p.add || is_rest) sum += some(to);
             if (limit == LANES)
                 store(to, sum);
             else
                 std::memcpy(to, &sum, limit * sizeof(float));
         }
     }
+};
+
+// Tokens [first, first + count); count is at most TOKENS.
+template <typename M, int TOKENS, typename T, typename W>
+inline void tiles(const Product<T, W, typename M::Element>& p, int64_t first, int64_t count,
+                  const Part& part) {
+    using S = Shape<TOKENS>;
+    const Results<M, TOKENS, T, W> results(p, first, count, part.first_input);
+    const W* weight = p.layer.weight + part.first_input;
+    for (int64_t n = part.begin; n < part.end; n += LANES) {
+        const int64_t limit = std::min<int64_t>(LANES, part.end - n);
+        Vec sums[TOKENS][LANES] = {};
+        for (int64_t r = 0; r < limit; r += S::ROWS) {
+            const W* rows[S::ROWS];
+            for (int i = 0; i < S::ROWS; ++i)
+                rows[i] = weight + (n + std::min(r + i, limit - 1)) * p.layer.inputs;
+            tile<M, TOKENS, S>(results.tokens, rows, part.inputs, part.ahead,
+                               [&](int t, int i) -> Vec& { return sums[t][r + i]; });
+        }
+        results.write(n, limit, sums, part.first_input > 0);
+    }
 }
 
-// Weights ahead that are asked for where rows are read one after the other.
-template <typename W>
-constexpr int64_t AHEAD = sizeof(W) == 4 ? 512 / int64_t(sizeof(W)) : 2048 / int64_t(sizeof(W));
+// Outputs of a whole unit of `streams`.
+template <int TOKENS>
+constexpr int64_t STREAMED = Streams<TOKENS>::ROWS * LANES;
+
+// The same of all inputs and whole units of outputs: every ROWS-th of the part is a stream.
+template <typename M, int TOKENS, typename T, typename W>
+inline void streams(const Product<T, W, typename M::Element>& p, int64_t first, int64_t count,
+                    const Part& part) {
+    using S = Streams<TOKENS>;
+    const Results<M, TOKENS, T, W> results(p, first, count, 0);
+    const int64_t apart = (part.end - part.begin) / S::ROWS;
+    for (int64_t n = part.begin; n < part.begin + apart; n += LANES) {
+        Vec sums[S::ROWS][TOKENS][LANES];
+        for (int r = 0; r < LANES; ++r) {
+            const W* rows[S::ROWS];
+            for (int i = 0; i < S::ROWS; ++i)
+                rows[i] = p.layer.weight + (n + r + i * apart) * p.layer.inputs;
+            tile<M, TOKENS, S>(results.tokens, rows, part.inputs, part.ahead,
+                               [&](int t, int i) -> Vec& { return sums[i][t][r]; });
+        }
+        for (int i = 0; i < S::ROWS; ++i) results.write(n + i * apart, LANES, sums[i], false);
+    }
+}
+
+// Bytes ahead that are asked for in each stream.
+constexpr int64_t AHEAD_BYTES = 512;
 // Bytes of a token's inputs that are met at a time: those of a tile stay in the nearest cache.
 constexpr int64_t BLOCK_BYTES = 2304;
 
-// All inputs of one or two tokens are met at a time: so rows are read as they lie in memory.
-template <typename M, typename T, typename W>
-void few(const Product<T, W, typename M::Element>& p, int64_t num_tokens, int64_t begin,
-         int64_t end) {
-    const Part part = {begin, end, 0, p.layer.inputs, AHEAD<W>};
-    if (num_tokens == 2)
-        tiles<M, 2>(p, 0, 2, part);
-    else
-        tiles<M, 1>(p, 0, 1, part);
+// Outputs [begin, end) for one or two tokens.
+template <typename M, int TOKENS, typename T, typename W>
+void few(const Product<T, W, typename M::Element>& p, int64_t begin, int64_t end) {
+    Part part = {begin, end, 0, p.layer.inputs, AHEAD_BYTES / int64_t(sizeof(W))};
+    part.end = begin + (end - begin) / STREAMED<TOKENS> * STREAMED<TOKENS>;
+    streams<M, TOKENS>(p, 0, TOKENS, part);
+    part.begin = part.end, part.end = end;
+    tiles<M, TOKENS>(p, 0, TOKENS, part);
 }
 
 // Outputs [begin, end) for all tokens, a block of inputs at a time, in the widest tiles that are not
@@ -401,7 +452,6 @@ void few(const Product<T, W, typename M::Element>& p, int64_t num_tokens, int64_
 template <typename M, typename T, typename W>
 void stretch(const Product<T, W, typename M::Element>& p, int64_t num_tokens, int64_t begin,
              int64_t end) {
-    if (num_tokens <= 2) return few<M>(p, num_tokens, begin, end);
     constexpr int64_t BLOCK = BLOCK_BYTES / int64_t(sizeof(typename M::Element));
     const int64_t row = p.layer.inputs;
     // Tiles of several rows load less for each product, but meet the same weights again.
@@ -425,7 +475,7 @@ void stretch(const Product<T, W, typename M::Element>& p, int64_t num_tokens, in
         }
 }
 
-// Multiplications that are worth waking one more thread.
+// Multiplications that are worth sharing out.
 constexpr int64_t THREAD_WORK = 250'000;
 
 // Outputs in a stretch: whole tiles, whose weights a core's cache holds as float.
@@ -438,21 +488,23 @@ inline int64_t stretch_of(int64_t inputs) {
 // x [num_tokens][inputs] → y [num_tokens][outputs], added to what is there with `add`.
 template <typename T, typename W>
 void apply(const Linear<T, W>& layer, const float* x, int64_t num_tokens, float* y, bool add,
-           int num_threads) {
+           Parallel& threads) {
     using M = Meeting<T, W>;
     if (num_tokens == 0) return;
-    constexpr int64_t TOGETHER = 4;  // stretches one after the other of a task
-    const int64_t size = stretch_of(layer.inputs), task = TOGETHER * size;
-    const int64_t count = (layer.outputs + task - 1) / task;
     const Product<T, W, typename M::Element> p = {
-        layer, M::prepare(x, num_tokens, layer.inputs), y, add};
-    const auto part = [&](int64_t i) {
-        const int64_t last = std::min(layer.outputs, (i + 1) * task);
-        for (int64_t begin = i * task; begin < last; begin += size)
-            stretch<M>(p, num_tokens, begin, std::min(last, begin + size));
+        layer, prepared<M>(x, num_tokens, layer.inputs, threads), y, add};
+    const int64_t unit = num_tokens == 1   ? STREAMED<1>
+                         : num_tokens == 2 ? STREAMED<2>
+                                           : stretch_of(layer.inputs);
+    const auto some = [&](int64_t begin, int64_t end) {
+        begin *= unit, end = std::min(end * unit, layer.outputs);
+        if (num_tokens == 1) return few<M, 1>(p, begin, end);
+        if (num_tokens == 2) return few<M, 2>(p, begin, end);
+        for (; begin < end; begin += unit) stretch<M>(p, num_tokens, begin, std::min(end, begin + unit));
     };
-    const int64_t work = layer.outputs * layer.inputs * num_tokens / THREAD_WORK;
-    for_each<true>(count, int(std::min<int64_t>(num_threads, work)), part);
+    const int64_t units = (layer.outputs + unit - 1) / unit;
+    if (layer.outputs * layer.inputs * num_tokens < THREAD_WORK) return some(0, units);
+    threads.ranges(units, some);
 }
 
 }  // namespace native
