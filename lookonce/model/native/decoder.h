@@ -56,6 +56,8 @@ struct Step {
 
 constexpr int64_t VALUES_FOR_THREADS = 8192;  // are worth sharing out
 
+constexpr int64_t FEW_TOKENS = 64;  // as many sequences as usually decode together
+
 constexpr int64_t DONE = 0, AXES_DIFFER = -1, UNKNOWN_TOKEN = -2;
 
 inline void store_as(float* to, Vec v) { store(to, v); }
@@ -137,6 +139,8 @@ class Pass {
     Parallel threads;
     float *x, *normed, *wide, *attended;  // residual; [tokens] rows of the widest each needs
     T *qkv, *answer;
+    std::vector<float> many_floats;
+    std::vector<T> many_halves;
 
     int64_t check() const {
         int64_t highest = -1;
@@ -151,10 +155,12 @@ class Pass {
         return highest < s.num_positions ? DONE : highest + 1;
     }
 
-    // Room for this step, in memory that grows to the largest step its thread has met.
+    // Room for this step: that of few tokens stays with its thread, for the next step.
     void prepare() {
-        static thread_local std::vector<float> floats;
-        static thread_local std::vector<T> halves;
+        static thread_local std::vector<float> few_floats;
+        static thread_local std::vector<T> few_halves;
+        std::vector<float>& floats = tokens > FEW_TOKENS ? many_floats : few_floats;
+        std::vector<T>& halves = tokens > FEW_TOKENS ? many_halves : few_halves;
         const int64_t widest = std::max(m.qkv_width(), 2 * m.ffn), answers = m.heads * m.head_dim;
         const int64_t sizes[] = {m.hidden, std::max(m.hidden, m.ffn), widest, answers};
         float** parts[] = {&x, &normed, &wide, &attended};

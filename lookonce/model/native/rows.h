@@ -39,8 +39,9 @@ void gate_rows(const T* gate_up, int64_t rows, int64_t width, T* to, int num_thr
 template <typename T>
 void linear_rows(const Linear<T, int8_t>& layer, const T* from, int64_t rows, T* to,
                  int num_threads) {
-    constexpr int64_t AT_ONCE = 256;
+    constexpr int64_t AT_ONCE = MOST_TOGETHER;
     Parallel threads(num_threads);
+    if constexpr (std::is_same_v<T, float>) return apply(layer, from, rows, to, false, threads);
     std::vector<float> wide(std::min(rows, AT_ONCE) * layer.inputs);
     std::vector<float> results(std::min(rows, AT_ONCE) * layer.outputs);
     for (int64_t first = 0; first < rows; first += AT_ONCE) {
