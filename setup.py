@@ -35,14 +35,13 @@ VARIANTS = {"x86_64": X86_64, "amd64": X86_64, "aarch64": AARCH64, "arm64": AARC
 
 
 def kernels(variant: str, flags: list[str]) -> Extension:
-    # Compiled for OpenMP but not linked with a runtime of it: torch has loaded one, and with a
-    # second one threads of both would compete for the cores.
     return Extension(
         f"lookonce.model.native._native_{variant}",
         sources=[f"{NATIVE}/module.cpp"],
         depends=[*HEADERS, "setup.py"],
         define_macros=[("MODULE_NAME", f"_native_{variant}")],
-        extra_compile_args=["-O3", "-g0", "-std=gnu++17", "-fopenmp", *COMMON, *flags],
+        extra_compile_args=["-O3", "-g0", "-std=gnu++17", "-pthread", *COMMON, *flags],
+        extra_link_args=["-pthread"],
         language="c++",
         optional=True,
     )

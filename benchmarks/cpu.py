@@ -128,7 +128,7 @@ def measure(
     turns: int = TURNS,
     peers: bool = False,
 ) -> Report:
-    """A row for each type, and one more for llama.cpp's."""
+    """A row for each type, and one more for llama.cpp's, printed as they are measured."""
     decodes = [f"decode {batch}" for batch in batches]
     columns = ("weights", "MB", "read ms", "prefill", *decodes, "of read", "load")
     report = Report("cpu", columns)
@@ -146,10 +146,12 @@ def measure(
             read / step,
             loading.peak_bytes / loading.weight_bytes,
         )
+        report.print_last()
         if peers:
             theirs = _peer_rates(folder, kind, batches, prompt, steps, turns)
             cells = (theirs.decode[batch] for batch in batches)
             report.add(f"{kind}, llama.cpp", None, None, theirs.prefill, *cells, None, None)
+            report.print_last()
     report.notes.append(
         f"tokens/s as a client of an engine process sees them; prompts of {prompt} tokens for "
         f"prefill, of {SHORT_PROMPT} before {steps} decode steps; medians of {turns} turns; "

@@ -35,6 +35,11 @@ class Report:
             raise ValueError(f"{len(cells)} cells for {len(self.columns)} columns")
         self.rows.append(cells)
 
+    def print_last(self) -> None:
+        """The newest row in a line, for who waits for the table."""
+        cells = zip(self.columns, self.rows[-1], strict=True)
+        print("; ".join(f"{column} {_text(cell)}" for column, cell in cells), flush=True)
+
     def show(self) -> None:
         console = Console()
         table = self._table()

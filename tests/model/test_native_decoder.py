@@ -19,6 +19,7 @@ from lookonce.model.attention.backend import AttentionMetadata, ForwardContext
 from lookonce.model.attention.reference import ReferenceBackend
 from lookonce.model.families.base import ModelFamily, TextFamily
 from lookonce.model.fused_modules import FusedDecoder, FusedLayer, plain_positions
+from lookonce.model.int8_weights import quantize_linears
 from lookonce.model.kv_pages import KVPages
 from lookonce.model.loader import load_model
 from lookonce.model.native import compiled
@@ -186,6 +187,33 @@ def test_a_chunk_beside_decodes(
     agree(subject, DecodeInputs(ids, None, positions, None, metadata), tolerance)
 
 
+@pytest.mark.parametrize("make", [odd_llama, tied_qwen3])
+@pytest.mark.parametrize("weights", ["int8", "bf16"])
+def test_prompts_of_any_length_where_torch_does_not_multiply_the_weights(
+    make: Callable[[], ModelFamily], weights: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native, "cpu_multiplies_bf16", lambda: False)
+    family = make()
+    if weights == "int8":
+        quantize_linears(family.model)
+        family = TextFamily(family.model)
+    else:
+        family.model.to(torch.bfloat16)
+    subject = subject_of(family, next(family.embed_tokens.parameters()).dtype)
+    for count in (native.MAX_TOKENS + 1, 600):
+        inputs = prompt_inputs(subject, count)
+        agree(subject, inputs._replace(sample_rows=torch.tensor([0, count - 1])), 3e-2)
+
+
+def prompt_inputs(subject: Subject, count: int) -> DecodeInputs:
+    ids = torch.arange(count) % subject.family.vocab_size
+    buffers = AttentionMetadataBuilder(
+        max_num_seqs=1, max_num_tokens=count, max_blocks_per_seq=BLOCKS, block_size=BLOCK
+    )
+    metadata = buffers.build([count], [count], np.arange(BLOCKS, dtype=np.int32)[None])
+    return DecodeInputs(ids, None, plain_positions(count, 1), None, metadata)
+
+
 def test_bf16_numbers_are_read_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = make_folder("qwen3", tmp_path, dtype="bfloat16")
     halved = from_folder(path)
@@ -257,13 +285,7 @@ def test_a_step_whose_axes_differ_is_left_to_others(folder: Folder) -> None:
 
 def test_a_step_of_many_tokens_is_left_to_others(folder: Folder) -> None:
     subject = from_folder(folder("llama"))
-    count = native.MAX_TOKENS + 1
-    ids, positions = torch.zeros(count, dtype=torch.int64), plain_positions(count, 1)
-    buffers = AttentionMetadataBuilder(
-        max_num_seqs=1, max_num_tokens=count, max_blocks_per_seq=8, block_size=BLOCK
-    )
-    metadata = buffers.build([count], [count], np.arange(8, dtype=np.int32)[None])
-    assert subject.native.logits(DecodeInputs(ids, None, positions, None, metadata)) is None
+    assert subject.native.logits(prompt_inputs(subject, native.MAX_TOKENS + 1)) is None
 
 
 @pytest.mark.parametrize("token", [-1, 10**6])

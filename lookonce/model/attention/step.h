@@ -403,38 +403,17 @@ void merge_token(const Problem& p, const Split& split, int32_t token) {
 }
 
 template <typename T>
-void run_step(const Problem& p) {
-    const int64_t tokens = p.num_tokens();
+void run_step(const Problem& p, Parallel& threads) {
     const Plan plan = make_plan(p);
-    const auto& tasks = plan.tasks;
-    const int64_t count = int64_t(tasks.size()), splits = int64_t(plan.splits.size());
-#ifdef _OPENMP
-    if (p.num_threads > 1) {
-        FirstException caught;
-#pragma omp parallel num_threads(p.num_threads)
-        {
-            static thread_local Scratch scratch;
-#pragma omp for
-            for (int64_t i = 0; i < tokens; ++i) write_token<T>(p, i);
-#pragma omp for schedule(dynamic)
-            for (int64_t i = 0; i < count; ++i)
-                caught.guard([&] { Attention<T>(p, tasks[i], scratch).run(); });
-            for (int64_t i = 0; i < splits; ++i) {
-                const Split& split = plan.splits[i];
-#pragma omp for nowait
-                for (int32_t token = 0; token < split.tokens; ++token)
-                    caught.guard([&] { merge_token<T>(p, split, token); });
-            }
-        }
-        caught.rethrow();
-        return;
-    }
-#endif
-    static thread_local Scratch scratch;
-    for (int64_t i = 0; i < tokens; ++i) write_token<T>(p, i);
-    for (int64_t i = 0; i < count; ++i) Attention<T>(p, tasks[i], scratch).run();
+    threads.ranges(p.num_tokens(), [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; ++i) write_token<T>(p, i);
+    });
+    threads.each(int64_t(plan.tasks.size()), [&](int64_t i) {
+        static thread_local Scratch scratch;
+        Attention<T>(p, plan.tasks[i], scratch).run();
+    });
     for (const Split& split : plan.splits)
-        for (int32_t token = 0; token < split.tokens; ++token) merge_token<T>(p, split, token);
+        threads.each(split.tokens, [&](int64_t token) { merge_token<T>(p, split, int32_t(token)); });
 }
 
 inline const char* find_fault(const Problem& p) {

@@ -15,7 +15,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple, Protocol, cast
 
-from torch import Tensor  # and with torch its OpenMP runtime, which compiled code uses
+from torch import Tensor
 
 from lookonce.errors import ConfigError
 from lookonce.types.cpu import KERNEL_VARIANTS, cpu_flags, kernels_fault

@@ -54,7 +54,9 @@ struct Step {
     Problem attention;           // sizes and metadata; tensors are filled in here
 };
 
-constexpr int64_t GATES_FOR_THREADS = 8192;  // are worth waking more threads
+constexpr int64_t VALUES_FOR_THREADS = 8192;  // are worth sharing out
+
+constexpr int64_t FEW_TOKENS = 64;  // as many sequences as usually decode together
 
 constexpr int64_t DONE = 0, AXES_DIFFER = -1, UNKNOWN_TOKEN = -2;
 
@@ -114,7 +116,7 @@ class Pass {
   public:
     Pass(const Model<T, W>& model, const Step& step)
         : m(model), s(step), tokens(step.attention.num_tokens()),
-          num_threads(step.attention.num_threads) {}
+          threads(step.attention.num_threads) {}
 
     // DONE, or why nothing was computed: AXES_DIFFER, UNKNOWN_TOKEN, or above 0 the number of
     // positions that the tables of cos and sin must hold.
@@ -134,9 +136,11 @@ class Pass {
     const Model<T, W>& m;
     const Step& s;
     const int64_t tokens;
-    const int num_threads;
+    Parallel threads;
     float *x, *normed, *wide, *attended;  // residual; [tokens] rows of the widest each needs
     T *qkv, *answer;
+    std::vector<float> many_floats;
+    std::vector<T> many_halves;
 
     int64_t check() const {
         int64_t highest = -1;
@@ -151,10 +155,12 @@ class Pass {
         return highest < s.num_positions ? DONE : highest + 1;
     }
 
-    // Room for this step, in memory that grows to the largest step its thread has met.
+    // Room for this step: that of few tokens stays with its thread, for the next step.
     void prepare() {
-        static thread_local std::vector<float> floats;
-        static thread_local std::vector<T> halves;
+        static thread_local std::vector<float> few_floats;
+        static thread_local std::vector<T> few_halves;
+        std::vector<float>& floats = tokens > FEW_TOKENS ? many_floats : few_floats;
+        std::vector<T>& halves = tokens > FEW_TOKENS ? many_halves : few_halves;
         const int64_t widest = std::max(m.qkv_width(), 2 * m.ffn), answers = m.heads * m.head_dim;
         const int64_t sizes[] = {m.hidden, std::max(m.hidden, m.ffn), widest, answers};
         float** parts[] = {&x, &normed, &wide, &attended};
@@ -176,15 +182,26 @@ class Pass {
         }
     }
 
+    // part(token) of all, each of which touches so many values.
+    template <typename F>
+    void each_token(int64_t values, F part) {
+        const auto some = [&](int64_t begin, int64_t end) {
+            for (int64_t t = begin; t < end; ++t) part(t);
+        };
+        if (tokens * values < VALUES_FOR_THREADS) return some(0, tokens);
+        threads.ranges(tokens, some);
+    }
+
     void norm_all(const Norm<T>& norm) {
-        for (int64_t t = 0; t < tokens; ++t)
+        each_token(m.hidden, [&](int64_t t) {
             normalise(norm, x + t * m.hidden, m.hidden, normed + t * m.hidden);
+        });
     }
 
     void attend(const Layer<T, W>& layer) {
         norm_all(layer.before);
-        apply(layer.qkv, normed, tokens, wide, false, num_threads);
-        for (int64_t t = 0; t < tokens; ++t) turn(layer, t);
+        apply(layer.qkv, normed, tokens, wide, false, threads);
+        each_token(m.qkv_width(), [&](int64_t t) { turn(layer, t); });
         Problem p = s.attention;
         const int64_t row = m.qkv_width();
         p.query = qkv, p.key = qkv + m.heads * m.head_dim;
@@ -193,9 +210,10 @@ class Pass {
         p.query_token = p.key_token = p.value_token = row;
         p.query_head = p.key_head = p.value_head = m.head_dim;
         p.window = layer.window, p.scale = layer.scale, p.softcap = layer.softcap;
-        run_step<T>(p);
-        convert(answer, tokens * layer.out.inputs, attended);
-        apply(layer.out, attended, tokens, x, true, num_threads);
+        run_step<T>(p, threads);
+        const int64_t width = layer.out.inputs;
+        each_token(width, [&](int64_t t) { convert(answer + t * width, width, attended + t * width); });
+        apply(layer.out, attended, tokens, x, true, threads);
     }
 
     // Queries and keys normed where the model does that, turned by their position, and narrowed.
@@ -224,12 +242,11 @@ class Pass {
 
     void feed_forward(const Layer<T, W>& layer) {
         norm_all(layer.between);
-        apply(layer.gate_up, normed, tokens, wide, false, num_threads);
-        const bool is_short = tokens * m.ffn < GATES_FOR_THREADS;
-        for_each<false>(tokens, is_short ? 1 : num_threads, [&](int64_t t) {
+        apply(layer.gate_up, normed, tokens, wide, false, threads);
+        each_token(m.ffn, [&](int64_t t) {
             gated(wide + t * 2 * m.ffn, m.ffn, normed + t * m.ffn);
         });
-        apply(layer.down, normed, tokens, x, true, num_threads);
+        apply(layer.down, normed, tokens, x, true, threads);
     }
 
     void predict() {
@@ -237,7 +254,7 @@ class Pass {
             const int64_t row = s.sample_rows ? s.sample_rows[i] : i;
             normalise(m.norm, x + row * m.hidden, m.hidden, normed + i * m.hidden);
         }
-        apply(m.head, normed, s.num_samples, s.logits, false, num_threads);
+        apply(m.head, normed, s.num_samples, s.logits, false, threads);
     }
 };
 

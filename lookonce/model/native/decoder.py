@@ -2,8 +2,10 @@
 
 With a handful of tokens in a step a small model spends more time between torch's operators than in
 them. Here the whole text model runs from embedding to logits without returning to Python, over the
-same weights and pages. Beyond `MAX_TOKENS` torch's matrix products are ahead: such steps are left
-to it, as is every step whose rope axes differ (media in the chunk).
+same weights and pages. Beyond `MAX_TOKENS` torch's products of floats are as fast or ahead: such
+steps are left to it, as is every step whose rope axes differ (media in the chunk). Weights that
+torch cannot multiply as they are, int8 and bf16 without instructions for it, are met here by any
+number of tokens.
 """
 
 from __future__ import annotations
@@ -35,11 +37,12 @@ from lookonce.model.fused_modules import (
 from lookonce.model.int8_weights import Int8Linear, Int8Weight
 from lookonce.model.kv_pages import KVPages
 from lookonce.model.native import compiled
+from lookonce.types.cpu import cpu_multiplies_bf16
 
 logger = logging.getLogger(__name__)
 
 MAX_TOKENS = 64
-"""Tokens of a step up to which this is ahead of torch."""
+"""Tokens of a step up to which this is ahead of torch where torch multiplies the weights."""
 FIRST_POSITIONS = 1024
 MAX_HALVED_BYTES = 2 << 30
 """Of fp32 matrices that are copied as bf16."""
@@ -88,6 +91,8 @@ class NativeDecoder:
         first = layers[0]
         self._before_head = (self._plain(embedding.weight), *self._norm(fused.norm))
         self._head = self._matrix(linear_weight(head))
+        is_int8, is_bf16 = type(head) is Int8Linear, self._dtype is torch.bfloat16
+        self._takes_any_step = is_int8 or (is_bf16 and not cpu_multiplies_bf16())
         self._num_outputs = head.out_features
         self._sizes = (first.num_heads, first.num_kv_heads, first.head_dim, first.down[0].shape[1])
         self._layers = [self._layer_weights(layer) for layer in layers]
@@ -122,7 +127,7 @@ class NativeDecoder:
         """
         metadata, rows = inputs.metadata, inputs.sample_rows
         num_tokens = metadata.num_tokens
-        if num_tokens > MAX_TOKENS:
+        if num_tokens > MAX_TOKENS and not self._takes_any_step:
             return None
         num_samples = num_tokens if rows is None else rows.shape[0]
         logits = torch.empty((num_samples, self._num_outputs))

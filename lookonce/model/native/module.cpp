@@ -93,7 +93,8 @@ PyObject* paged_attention(PyObject* const* args, Py_ssize_t count) {
     if (const char* fault = find_fault(p)) refuse(fault);
     with_type_of(query, [&](auto typed) {
         const WithoutGil others_run;
-        run_step<decltype(typed)>(p);
+        Parallel threads(p.num_threads);
+        run_step<decltype(typed)>(p, threads);
     });
     Py_RETURN_NONE;
 }

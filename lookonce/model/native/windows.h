@@ -66,7 +66,7 @@ class WindowAttention {
 
     template <typename F>
     void each(int64_t count, F part) const {
-        for_each<true>(count, w.num_threads, part);
+        Parallel(w.num_threads).each(count, part);
     }
 
     void plan() {
