@@ -76,7 +76,8 @@ class NativeDecoder:
         _require(compiled.kernels is not None, "it is not compiled")
         if not isinstance(embedding, nn.Embedding) or type(embedding).forward is not _PLAIN_LOOKUP:
             raise ValueError("the embedding is not a plain one")
-        is_plain = type(head) in (nn.Linear, Int8Linear) and head.bias is None
+        kind: type[nn.Module] = type(head)
+        is_plain = kind in (nn.Linear, Int8Linear) and head.bias is None
         _require(is_plain, "the head is not a plain one")
         _require(family.final_softcap is None, "logits are capped")
         self._dtype = embedding.weight.dtype
@@ -91,7 +92,7 @@ class NativeDecoder:
         first = layers[0]
         self._before_head = (self._plain(embedding.weight), *self._norm(fused.norm))
         self._head = self._matrix(linear_weight(head))
-        is_int8, is_bf16 = type(head) is Int8Linear, self._dtype is torch.bfloat16
+        is_int8, is_bf16 = kind is Int8Linear, self._dtype is torch.bfloat16
         self._takes_any_step = is_int8 or (is_bf16 and not cpu_multiplies_bf16())
         self._num_outputs = head.out_features
         self._sizes = (first.num_heads, first.num_kv_heads, first.head_dim, first.down[0].shape[1])
