@@ -66,6 +66,7 @@ from lookonce.render.prompt.messages import (
     PAIR_ROLES,
     ROLES,
     ParsedMessages,
+    check_films_alone,
     check_sound_alone,
     has_many_values,
     read_messages,
@@ -218,6 +219,8 @@ class Renderer:
                     longest_token=self.tokenizer.longest_token,
                 ),
             )
+        if self._family is not None and self._family.films_alone:
+            check_films_alone(chat)
         if self._family is not None and self._family.whole_prompt is not None:
             check_sound_alone(chat)
             return await self._render_sound(self._family.whole_prompt, chat, scope, kwargs, tenant)

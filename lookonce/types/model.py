@@ -295,9 +295,9 @@ GENERAL_MEDIA: dict[str, tuple[Modality, ...]] = {
     "gemma3n": ("image", "audio"),
     "gemma4": ("image", "audio", "video"),
     "gemma4_unified": ("image", "video"),
-    "glm46v": ("image",),
-    "glm4v": ("image",),
-    "glm4v_moe": ("image",),
+    "glm46v": ("image", "video"),
+    "glm4v": ("image", "video"),
+    "glm4v_moe": ("image", "video"),
     "glm_ocr": ("image",),
     "glmasr": ("audio",),
     "glmga": ("image",),
@@ -587,6 +587,9 @@ FILMS_BY_FRAME: tuple[str, ...] = (
 )
 """Types of `GENERAL_MEDIA` whose films transformers' own video processor makes, which needs
 torchvision. Their encoders take each frame by itself: it is an item."""
+FILMS_BY_PAIR: tuple[str, ...] = ("glm46v", "glm4v", "glm4v_moe")
+"""The same where two frames (a temporal patch) are an item. Its rows stand at the token of
+pictures, and transformers takes no prompt with pictures and films."""
 WHOLE_FILMS: tuple[str, ...] = (
     "exaone4_5",
     "lfm3_vl",
@@ -606,12 +609,12 @@ def general_modalities(config: Mapping[str, object]) -> tuple[Modality, ...]:
     found: tuple[Modality, ...] = tuple(
         modality
         for modality in FOUND_BY_CONFIG
-        if _named_token(config, modality) is not None
+        if named_token(config, modality) is not None
         and any(MEDIA_PARTS[modality].search(part) for part in parts)
     )
     kind = config.get("model_type")
-    by_processor = kind in (*FILMS_BY_FRAME, *WHOLE_FILMS)
-    if kind in FILMS_AS_PICTURES or (by_processor and _named_token(config, "video") is not None):
+    by_processor = kind in (*FILMS_BY_FRAME, *FILMS_BY_PAIR, *WHOLE_FILMS)
+    if kind in FILMS_AS_PICTURES or (by_processor and named_token(config, "video") is not None):
         return (*found, "video")
     return found
 
@@ -632,15 +635,15 @@ def media_token(config: Mapping[str, object], modality: Modality) -> int:
 def placeholder_token(config: Mapping[str, object], modality: Modality) -> int:
     """The id of the token of a modality that a config names; that of pictures for films that are
     taken as such. Raises `KeyError` without any."""
-    if modality == "video" and config.get("model_type") in FILMS_AS_PICTURES:
+    if modality == "video" and config.get("model_type") in (*FILMS_AS_PICTURES, *FILMS_BY_PAIR):
         modality = "image"
-    token = _named_token(config, modality)
+    token = named_token(config, modality)
     if token is None:
         raise KeyError(MEDIA_TOKENS[modality][0])
     return token
 
 
-def _named_token(config: Mapping[str, object], modality: Modality) -> int | None:
+def named_token(config: Mapping[str, object], modality: Modality) -> int | None:
     """The token that a config names, or else the config of its encoder."""
     encoder = config.get(ENCODER_CONFIGS[modality]) if modality in ENCODER_CONFIGS else None
     parts = [part for part in (config, encoder) if isinstance(part, Mapping)]

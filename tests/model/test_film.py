@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from transformers import AutoConfig, AutoModelForMultimodalLM
 from transformers.utils import is_torchvision_available
 
 from lookonce.config import ModelConfig
-from lookonce.errors import TooLargeError
+from lookonce.errors import BadRequestError, TooLargeError
 from lookonce.model.input_batch import MropePositions
 from lookonce.model.loader import load_model
 from lookonce.render.families.film import FilmInfo, plain_film
@@ -22,13 +23,15 @@ from lookonce.render.families.registry import load_family
 from lookonce.types.media import MediaFeature
 from lookonce.types.model import (
     FILMS_BY_FRAME,
+    FILMS_BY_PAIR,
     GENERAL_MEDIA,
     WHOLE_FILMS,
     general_modalities,
 )
 from lookonce.types.request import RenderedPrompt
-from tests.support.model.cases import ALL_MODELS, Case
-from tests.support.model.chats import PoolInProcess, make_renderer
+from tests.support.model.cases import ALL_MODELS, Case, picture
+from tests.support.model.chats import PoolInProcess, make_renderer, render_content, sent_part
+from tests.support.model.copies import copied
 from tests.support.model.films import VIDEO_TYPES, film_part, film_reference
 from tests.support.model.serving import (
     Subject,
@@ -147,7 +150,7 @@ def test_a_film_whose_time_reaches_beyond_the_text_after_it(folder):
 
 
 def test_films_through_video_processors_are_listed():
-    assert set(VIDEO_TYPES) == {*FILMS_BY_FRAME, *WHOLE_FILMS}
+    assert set(VIDEO_TYPES) == {*FILMS_BY_FRAME, *FILMS_BY_PAIR, *WHOLE_FILMS}
     assert all("video" in GENERAL_MEDIA[name] for name in VIDEO_TYPES)
     named = {"model_type": "gemma4", "vision_config": {}, "image_token_id": 5}
     assert general_modalities(named) == ("image",)
@@ -186,15 +189,20 @@ def test_frames_of_video_processors_in_another_order_are_another_film(watching):
     assert compare(served.answers, watching.expected[:1]).max_logit_error > 1e-3
 
 
+def frames_of_item(watching: Subject) -> int:
+    """Of a film of four."""
+    kind = watching.loaded.info.model_type
+    return 1 if kind in FILMS_BY_FRAME else 2 if kind in FILMS_BY_PAIR else 4
+
+
 def test_a_film_is_looked_at_frame_by_frame_where_frames_are_encoded_alone(watching):
-    """A window that moved on makes only new frames; a whole film is made anew."""
+    """A window that moved on makes only new frames, or pairs; a whole film is made anew."""
     path = Path(watching.loaded.info.name)
-    renderer = make_renderer(path, PoolInProcess(path))
-    first, moved = (rendered(renderer, numbers) for numbers in (range(4), range(1, 5)))
-    assert [item.outcome for item in first.items] == ["miss"] * len(first.items)
-    by_frame = watching.loaded.info.model_type in FILMS_BY_FRAME
-    expected = ["hit"] * 3 + ["miss"] if by_frame else ["miss"]
-    assert [item.outcome for item in moved.items] == expected
+    renderer, size = make_renderer(path, PoolInProcess(path)), frames_of_item(watching)
+    by = size if size < 4 else 1
+    first, moved = (rendered(renderer, numbers) for numbers in (range(4), range(by, 4 + by)))
+    assert [item.outcome for item in first.items] == ["miss"] * (4 // size)
+    assert [item.outcome for item in moved.items] == ["hit"] * (4 // size - 1) + ["miss"]
     assert sum(item.num_frames or 0 for item in moved.items) == 4
 
 
@@ -202,11 +210,44 @@ def test_a_whole_film_with_more_pixels_than_a_worker_holds_is_refused(watching):
     path = Path(watching.loaded.info.name)
     family = load_family(path, "float32")
     large = FilmInfo(20, 1.0, 3000, 2000, chosen=True)
-    if watching.loaded.info.model_type in FILMS_BY_FRAME:
-        assert len(family.film_layout(large, {}, 768).items) == 20
+    if (size := frames_of_item(watching)) < 4:
+        assert len(family.film_layout(large, {}, 768).items) == 20 // size
         return
     with pytest.raises(TooLargeError, match="20 frames of 3000 x 2000"):
         family.film_layout(large, {}, 768)
+
+
+@pytest.mark.parametrize("bounds", [(3136, 22_000), (60_000, 90_000)], ids=["large", "small"])
+def test_pairs_of_frames_have_their_share_of_the_films_pixels(folder, tmp_path, bounds):
+    """GLM: frames are as large as the bounds of the whole film let them be."""
+    if not is_torchvision_available():
+        pytest.skip("it needs torchvision")
+    path = copied(folder("media:glm4v"), tmp_path)
+    settings = json.loads((path / "preprocessor_config.json").read_text())
+    kept = {name: settings[name] for name in ("patch_size", "merge_size", "temporal_patch_size")}
+    size = {"shortest_edge": bounds[0], "longest_edge": bounds[1]}
+    described = {**kept, "size": size, "video_processor_type": "Glm4vVideoProcessor"}
+    (path / "video_preprocessor_config.json").write_text(json.dumps(described))
+    counts = set()
+    for numbers in ((0, 1), (0, 1, 2), range(6), range(20)):
+        case = film_case(path, numbers, PoolInProcess(path))
+        assert case.token_ids.tolist() == case.reference["input_ids"][0].tolist()
+        patches = [
+            np.frombuffer(item.arrays["pixel_values_videos"].data, np.float32)
+            for item in (case.items[key] for key in case.keys("video"))
+        ]
+        theirs = case.reference["pixel_values_videos"].numpy()
+        np.testing.assert_array_equal(np.concatenate(patches), theirs.reshape(-1))
+        counts.add(case.features[0].length)
+    assert len(counts) > 2
+
+
+def test_pictures_beside_films_are_refused_where_transformers_takes_no_such_prompt(folder):
+    if not is_torchvision_available():
+        pytest.skip("it needs torchvision")
+    content = [film_part((0, 1)), sent_part(picture(1))]
+    with pytest.raises(BadRequestError, match="has pictures or films, and not both"):
+        render_content(folder("media:glm4v"), content)
 
 
 @pytest.mark.parametrize(

@@ -100,6 +100,8 @@ class ProcessorFamily(ABC):
     """Whether items that were processed elsewhere are taken (`expansion_of_arrays`)."""
     needs_torch: ClassVar[bool] = False
     """Whether `process` needs torch, which workers otherwise go without."""
+    films_alone: bool = False
+    """Whether a prompt has pictures or films, and not both."""
     sampling_rate: int = 0
     """Hz of the samples that `process` takes; 0 for families without sound."""
     film_resample: int = 3

@@ -13,7 +13,7 @@ from functools import cached_property
 from importlib.metadata import version
 from importlib.util import find_spec
 from itertools import groupby
-from typing import Any, TypedDict, cast
+from typing import Any, TypedDict, TypeVar, cast
 
 import numpy as np
 from blake3 import blake3
@@ -53,6 +53,7 @@ from lookonce.types.media import (
 )
 from lookonce.types.model import (
     FILMS_BY_FRAME,
+    FILMS_BY_PAIR,
     ONE_IN_A_PROMPT,
     ONE_SOUND_IN_A_PROMPT,
     SOUNDS_BESIDE_PICTURES,
@@ -60,6 +61,7 @@ from lookonce.types.model import (
     general_modalities,
     has_axes,
     media_token,
+    named_token,
     placeholder_token,
 )
 
@@ -109,8 +111,18 @@ FILM_TEXTS: dict[str, Callable[[int, Sequence[float]], str]] = {
 }
 """Type → the text that its processor writes before item `number` of a film whose frames are at
 these seconds. It may merge with the text before it, so it is no part of the item."""
+TEXTS_AFTER_FRAMES: dict[str, Callable[[float], str]] = {
+    "glm46v": lambda seconds: f"{seconds:.1f} seconds",
+    "glm4v": lambda seconds: f"{int(seconds)}",
+    "glm4v_moe": lambda seconds: f"{int(seconds)}",
+}
+"""The same after each item, whose first frame is at so many seconds."""
 WRAPPED: tuple[str, ...] = ("hunyuan_vl",)
 """Types whose processor wants an item's placeholder between two tokens, which templates write."""
+AROUND_FILMS = ("<|begin_of_video|>", "<|end_of_video|>")
+"""Tokens that templates write around films of `FILMS_BY_PAIR`."""
+PIXELS_OF_FILMS = (112 * 112, 28 * 28 * 2 * 30000)
+"""Least and most pixels of all frames, where `size` does not say it (GLM-4V)."""
 ADDITIONS: dict[str, PromptAdditions] = {
     "emu3": PromptAdditions(first="bos_token"),
     "molmo2": PromptAdditions(first="bos_token"),
@@ -151,8 +163,10 @@ class GeneralProcessing(ProcessorFamily):
             self.max_of = {"audio": 1}
         self._tokenizer = ProcessorTokenizer(files)
         kind = files.config.get("model_type")
-        self._by_frame = kind in FILMS_BY_FRAME
-        self._videos = self._by_frame or kind in WHOLE_FILMS
+        self._frames = 1 if kind in FILMS_BY_FRAME else 2 if kind in FILMS_BY_PAIR else 0
+        """Of an item that goes through transformers' video processor; 0: all of a film."""
+        self.films_alone = kind in FILMS_BY_PAIR
+        self._videos = self._frames > 0 or kind in WHOLE_FILMS
         """Whether films go through transformers' video processor, not that of pictures."""
         film = self._tokenizer.find(FILM_PLACEHOLDER)
         if (find_spec("torchvision") if self._videos else film) is None:
@@ -194,6 +208,8 @@ class GeneralProcessing(ProcessorFamily):
         known = PLACEHOLDERS.get(str(self.files.config.get("model_type")), {})
         text = known.get(modality) or self.files.processor.get(f"{modality}_token")
         found = self._tokenizer.find(text) if isinstance(text, str) else None
+        if found is None and modality == "video":
+            found = named_token(self.files.config, modality)
         return self._tokens[modality] if found is None else found
 
     def text_around_placeholder(self, modality: Modality) -> tuple[str, str]:
@@ -226,27 +242,51 @@ class GeneralProcessing(ProcessorFamily):
         which are part of its identity then."""
         frames = plain_film(info, self.files.video_processor, options, most_frames)
         size: Options = {"width": info.width, "height": info.height}
-        if self._by_frame:
-            texts = self._film_texts(frames, info.fps, len(frames))
+        if self._frames:
+            groups = _groups(frames, self._frames)
+            texts, last = self._film_texts(frames, info.fps, len(groups))
             items = [
-                FilmItem((frame,), (text,) if text else ())
-                for frame, text in zip(frames, texts, strict=True)
+                FilmItem(group, (text,) if text else ())
+                for group, text in zip(groups, texts, strict=True)
             ]
-            return FilmLayout(tuple(items), size)
+            size |= self._share_of_pixels(info, len(frames))
+            return FilmLayout(tuple(items), size, (last,) if last else ())
         if len(frames) * info.width * info.height > MOST_PIXELS:
             raise TooLargeError(
                 f"the film has {len(frames)} frames of {info.width} x {info.height}; this model "
                 f"looks at whole films, of {MOST_PIXELS // 1_000_000} million pixels at most"
             )
-        (text,) = self._film_texts(frames, info.fps, 1)
+        (text,), _ = self._film_texts(frames, info.fps, 1)
         chosen = {**size, **_chosen(frames, info.fps, info.num_frames)}
         return FilmLayout((FilmItem(tuple(frames), (text,) if text else ()),), chosen)
 
-    def _film_texts(self, indices: Sequence[int], fps: float, num_items: int) -> list[str]:
-        """What stands before each item of a film, of which these frames are looked at."""
+    def _share_of_pixels(self, info: FilmInfo, num_frames: int) -> Options:
+        """The bounds of an item's pixels, where those of the whole film decide how large a frame
+        is: a pair of frames has its share of them."""
+        if self._frames != 2:
+            return {}
+        bounds = self.files.video_processor.get("size") or {}
+        low = int(bounds.get("shortest_edge") or PIXELS_OF_FILMS[0])
+        high = int(bounds.get("longest_edge") or PIXELS_OF_FILMS[1])
+        pixels = info.width * info.height
+        if 2 * low <= pixels and 2 * num_frames * pixels <= high:  # with room for rounding
+            return {}
+        return {"low": -(-2 * low // num_frames), "high": 2 * high // num_frames}
+
+    def _film_texts(
+        self, indices: Sequence[int], fps: float, num_items: int
+    ) -> tuple[list[str], str]:
+        """What stands before each item of a film, of which these frames are looked at, and after
+        the last one."""
         times = [index / fps for index in indices]
-        write = FILM_TEXTS.get(str(self.files.config.get("model_type")))
-        return [write(number, times) if write else "" for number in range(num_items)]
+        kind = str(self.files.config.get("model_type"))
+        write, add = FILM_TEXTS.get(kind), TEXTS_AFTER_FRAMES.get(kind)
+        texts = [write(number, times) if write else "" for number in range(num_items)]
+        texts.append("")
+        for number in range(num_items if add else 0):
+            assert add is not None
+            texts[number + 1] += add(times[number * max(1, self._frames)])
+        return texts[:-1], texts[-1]
 
     def fingerprint(self) -> bytes:
         torch = [version(name) for name in ("torch", "torchvision") if find_spec(name)]
@@ -287,12 +327,16 @@ class GeneralProcessing(ProcessorFamily):
     def process(self, modality: Modality, decoded: Decoded, options: Options) -> ProcessedItem:
         """The processor's arrays as it gives them for a prompt of this item's placeholder."""
         given: Given = decoded[0] if isinstance(decoded, tuple) else decoded
-        written, given_options, text = modality, NO_OPTIONS, ""
+        written, given_options, text, last = modality, NO_OPTIONS, "", ""
         if modality == "video" and self._videos:
             assert isinstance(decoded, tuple)
-            chosen = _chosen([0], 1.0, 1) if self._by_frame else cast("ChosenFrames", options)
+            own = range(self._frames)
+            chosen = _chosen(own, 1.0, len(own)) if own else cast("ChosenFrames", options)
             given, given_options = _film_of(decoded), _film_options([(decoded, chosen)])
-            (text,) = self._film_texts(chosen["indices"], chosen["fps"], 1)
+            if "high" in options:
+                bounds = {"shortest_edge": options["low"], "longest_edge": options["high"]}
+                given_options = {**given_options, "size": bounds}
+            (text,), last = self._film_texts(chosen["indices"], chosen["fps"], 1)
         elif modality == "video":
             written, given_options = "image", PICTURE_OF_FILM
         try:
@@ -301,7 +345,7 @@ class GeneralProcessing(ProcessorFamily):
             raise UnprocessableMediaError(
                 f"the model's processor refuses the {modality} ({type(error).__name__})"
             ) from error
-        own = self._own_tokens(written, ids, text)
+        own_ids = self._own_tokens(written, ids, text, last)
         arrays = {
             name: value
             for name, value in found.items()
@@ -310,10 +354,10 @@ class GeneralProcessing(ProcessorFamily):
         for name, value in found.items():
             if name.endswith(MODALITY_TYPES) and value.shape == (1, len(ids)):
                 types = np.frombuffer(value.data, value.dtype)
-                arrays[name] = stored_array(types[None, own], value.dtype)
+                arrays[name] = stored_array(types[None, own_ids], value.dtype)
         if options == BESIDE_PICTURES:
             arrays[PICTURE_ARGUMENT] = float_array(np.zeros(1, np.float32), self.dtype)
-        ids = ids[own]
+        ids = ids[own_ids]
         arrays["input_ids"] = stored_array(np.array([ids], np.int64), "int64")
         runs = tuple((token, len(list(same))) for token, same in groupby(ids))
         token = media_token(self.files.config, modality)
@@ -341,12 +385,13 @@ class GeneralProcessing(ProcessorFamily):
         orders: list[list[tuple[Modality, int]]] = []
         for modality in media:
             orders.append([(modality, 0)])
-            together = (0, 1, 2) if modality != "video" else (1, 2, 1)  # of one number of frames
+            numbers = (0, 1, 2) if modality != "video" else (1, 2, 1)  # of one number of frames
             orders.append(
-                [(modality, number) for number in (together if several[modality] else (1,))]
+                [(modality, number) for number in (numbers if several[modality] else (1,))]
             )
-        if len(media) > 1:
-            orders.append([(modality, 1) for modality in media])
+        together = [modality for modality in media if modality != "video" or not self.films_alone]
+        if len(together) > 1:
+            orders.append([(modality, 1) for modality in together])
         examples = [
             self._example([(modality, media[modality][number]) for modality, number in order])
             for order in orders
@@ -376,10 +421,10 @@ class GeneralProcessing(ProcessorFamily):
         waiting: list[ProcessedItem] = []
         for number, (modality, decoded) in enumerate(media):
             placeholder, following = self._wrapped(modality), f"\nand {number} what? "
-            texts, items_of_it = self._items_of_example(modality, decoded, beside)
+            inner, items_of_it = self._items_of_example(modality, decoded, beside)
             waiting += items_of_it
             text += placeholder + following
-            written += before + "".join(each + placeholder for each in texts) + after + following
+            written += before + self._wrapped(modality, inner) + after + following
             given.setdefault(modality, []).append(decoded)
         written = self._completed(written)
         ids: list[int] = []
@@ -399,15 +444,21 @@ class GeneralProcessing(ProcessorFamily):
 
     def _items_of_example(
         self, modality: Modality, decoded: Decoded, beside: Collection[Modality] = ()
-    ) -> tuple[list[str], list[ProcessedItem]]:
-        """The items of a picture, a sound or a film, and what stands before each, beside the texts
-        around the whole."""
+    ) -> tuple[str, list[ProcessedItem]]:
+        """The items of a picture, a sound or a film, and their placeholders with the texts between
+        them."""
+        placeholder = self._placeholder(modality)
         if modality != "video" or not isinstance(decoded, tuple):
-            return [""], [self.process(modality, decoded, self.options_beside(modality, beside))]
+            options = self.options_beside(modality, beside)
+            return placeholder, [self.process(modality, decoded, options)]
         chosen = _example_film(decoded)
-        parts = [(frame,) for frame in decoded] if self._by_frame else [decoded]
-        texts = self._film_texts(chosen["indices"], chosen["fps"], len(parts))
-        return texts, [self.process("video", part, {**chosen}) for part in parts]
+        parts = _groups(decoded, self._frames) if self._frames else [decoded]
+        texts, last = self._film_texts(chosen["indices"], chosen["fps"], len(parts))
+        inner = "".join(text + placeholder for text in texts) + last
+        width, height = decoded[0].size
+        info = FilmInfo(chosen["total"], chosen["fps"], width, height)
+        options = {**chosen, **self._share_of_pixels(info, len(decoded))}
+        return inner, [self.process("video", part, options) for part in parts]
 
     def _check_neighbours(self, modality: Modality, decoded: list[Decoded]) -> None:
         """Two items without text between them have the tokens that each has alone."""
@@ -415,9 +466,9 @@ class GeneralProcessing(ProcessorFamily):
         placeholder, written = self._wrapped(modality), ""
         waiting: list[ProcessedItem] = []
         for each in decoded:
-            texts, items = self._items_of_example(modality, each)
+            inner, items = self._items_of_example(modality, each)
             waiting += items
-            written += before + "".join(text + placeholder for text in texts) + after
+            written += before + self._wrapped(modality, inner) + after
         ids: list[int] = []
         for token in self._encoded(self._completed(written)):
             is_placeholder = waiting and token == self._placeholders[modality]
@@ -426,12 +477,13 @@ class GeneralProcessing(ProcessorFamily):
         if found != ids and not any(self._around):
             raise ModelLoadError("its processor gives neighbouring items other tokens")
 
-    def _own_tokens(self, modality: Modality, ids: list[int], text: str = "") -> slice:
+    def _own_tokens(
+        self, modality: Modality, ids: list[int], text: str = "", last: str = ""
+    ) -> slice:
         """Where an item's tokens are among those that the processor gives for it alone; it writes
-        `text` before them."""
+        `text` before them and `last` after them."""
         before, after = self._around
-        before += text
-        placeholder = self._wrapped(modality)
+        placeholder = self._wrapped(modality, text + self._placeholder(modality) + last)
         alone = self._encoded(self._completed(before + placeholder + after))
         at = alone.index(self._placeholders[modality])
         first, rest = alone[:at], alone[at + 1 :]
@@ -499,9 +551,11 @@ class GeneralProcessing(ProcessorFamily):
         token = self._placeholders[modality]
         return str(self._processor.tokenizer.convert_ids_to_tokens(token))
 
-    def _wrapped(self, modality: Modality) -> str:
-        """The placeholder as the processor takes it in a prompt."""
-        text = self._placeholder(modality)
+    def _wrapped(self, modality: Modality, inner: str = "") -> str:
+        """The placeholder, or what takes its place, as the processor takes it in a prompt."""
+        text = inner or self._placeholder(modality)
+        if modality == "video" and self.films_alone:
+            return text.join(AROUND_FILMS)
         if self.files.config.get("model_type") not in WRAPPED:
             return text
         processor = self._processor
@@ -568,6 +622,15 @@ def _film_options(
             for frames, chosen in films
         ],
     }
+
+
+Frame = TypeVar("Frame")
+
+
+def _groups(frames: Sequence[Frame], size: int) -> list[tuple[Frame, ...]]:
+    """Frames that make an item each; the last one is repeated where some are missing."""
+    filled = [*frames, *[frames[-1]] * (-len(frames) % size)]
+    return [tuple(filled[at : at + size]) for at in range(0, len(filled), size)]
 
 
 def _clock(seconds: float) -> str:

@@ -89,6 +89,15 @@ def read_messages(
     return chat
 
 
+def check_films_alone(chat: ParsedMessages) -> None:
+    """Raise `BadRequestError` for pictures beside films."""
+    if {"image", "video"} <= {source.modality for source in chat.sources}:
+        raise BadRequestError(
+            "messages: a prompt of this model has pictures or films, and not both",
+            param="messages",
+        )
+
+
 def check_sound_alone(chat: ParsedMessages) -> None:
     """Raise `BadRequestError` unless the messages are one sound and no text, which this model would
     not see."""

@@ -23,8 +23,9 @@ from tests.support.render import hugging_face
 Json = dict[str, Any]
 WIDTH, HEIGHT = 90, 60
 VIDEO_TYPES = (
-    *("exaone4_5", "gemma4", "gemma4_unified", "lfm3_vl", "llava_next_video", "llava_onevision"),
-    *("minicpm_ocr", "minicpmv4_6", "perception_lm", "video_llama_3", "video_llava"),
+    *("exaone4_5", "gemma4", "gemma4_unified", "glm46v", "glm4v", "glm4v_moe", "lfm3_vl"),
+    *("llava_next_video", "llava_onevision", "minicpm_ocr", "minicpmv4_6", "perception_lm"),
+    *("video_llama_3", "video_llava"),
 )
 """Types without a family of their own whose films go through transformers' video processor."""
 OMNI = "qwen3_omni_moe_thinker"

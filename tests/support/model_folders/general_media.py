@@ -1197,6 +1197,7 @@ def _glm_kind(model_type: str, parts: Parts, name: str) -> FolderKind:
         model_type,
         parts,
         image="<|image|>",
+        video="<|begin_of_video|><|video|><|end_of_video|>",
         specials=GLM_VISION,
         preprocessor=_grid_pixels(name),
         processor=name,
