@@ -39,8 +39,6 @@ from lookonce.types.media import Array, Modality
 from lookonce.types.model import ModelInfo
 from lookonce.types.step import NewSequence, ScheduledSequence, StepPlan
 
-COMPUTING = frozenset({SequenceState.PREFILLING, SequenceState.DECODING})
-
 
 class Planner:
     """Makes the plan of each step."""
@@ -155,6 +153,11 @@ class Planner:
             [] if connector is None else connector.take_encoding(),
         )
 
+    @property
+    def is_ahead(self) -> bool:
+        """Whether a plan was made whose result is not there."""
+        return bool(self._notes)
+
     def take_notes(self, plan: StepPlan) -> PlanNotes:
         """What was noted when this plan was made; its result is there."""
         return self._notes.pop(plan.step_id)
@@ -218,7 +221,7 @@ class Planner:
         for sequence in decodes:
             if (
                 sequence.num_planned == len(sequence.block_ids) * block_size
-                and sequence.state in COMPUTING  # not preempted for one before it
+                and sequence.block_ids  # not preempted for one before it
                 and not self._state.try_grow(sequence, 1)
             ):
                 self._preemption.grow(sequence, 1)
@@ -246,9 +249,9 @@ class Planner:
 
     def _plan_decodes(self, decodes: list[Sequence], step: StepPass) -> None:
         """Decodes are listed first in the plan, also where a starved sequence was planned first."""
-        scheduled, computing = [], COMPUTING
+        scheduled, decoding, prefilling = [], SequenceState.DECODING, SequenceState.PREFILLING
         for sequence in decodes[: step.tokens]:
-            if sequence.state in computing:
+            if sequence.state is decoding or sequence.state is prefilling:
                 grown = len(sequence.block_ids) != sequence.num_delivered
                 blocks = sequence.deliver_blocks() if grown else ()
                 start = sequence.num_planned

@@ -136,7 +136,7 @@ class Scheduler:
             self._planner.decode_shares.note_done(
                 plan, notes.encode_owners, notes.planned_at, measured=notes.shared
             )
-        self._update.update(plan, result, notes)
+        self._update.update(plan, result, notes, is_ahead=self._planner.is_ahead)
 
     @property
     def may_plan_ahead(self) -> bool:
@@ -397,9 +397,11 @@ class UpdateFromOutput:
         self._kv_connector = kv_connector
         self._encoder_connector = encoder_connector
 
-    def update(self, plan: StepPlan, result: StepResult, notes: PlanNotes) -> None:
+    def update(
+        self, plan: StepPlan, result: StepResult, notes: PlanNotes, *, is_ahead: bool = False
+    ) -> None:
         """Update all sequences of `plan` except those that have ended, or been preempted, since it
-        was made."""
+        was made. `is_ahead`: another plan was made since."""
         if plan.encode or result.lost_copies:
             self._update_encodings(plan, result, notes)
         if result.failed_items or result.failed_sequences:
@@ -410,12 +412,19 @@ class UpdateFromOutput:
             if (aligned := self._state.queues.sequences.get(seq_id)) is not None:
                 aligned.request.alignment = positions
         sequences, token_ids = self._state.queues.sequences, result.token_ids
+        if is_ahead:
+            known = {entry.seq_id: sequences.get(entry.seq_id) for entry in plan.scheduled}
+            sequences = {
+                seq_id: sequence
+                for seq_id, sequence in known.items()
+                if sequence is not None and sequence.known_since <= plan.step_id
+            }
         logprobs = result.logprobs
         block_size, decoding = self._state.block_pool.block_size, SequenceState.DECODING
-        sampled, step_id = 0, plan.step_id
+        sampled = 0
         for entry in plan.scheduled:
             sequence = sequences.get(entry.seq_id)
-            if sequence is not None and sequence.known_since <= step_id:
+            if sequence is not None:
                 sequence.num_computed = entry.start + entry.num_tokens
                 advances = sequence.num_computed % block_size == 0 or sequence.state is not decoding
                 if advances:

@@ -7,7 +7,6 @@ computes such a token, its input id is written there, from one tensor to the oth
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import torch
@@ -16,14 +15,16 @@ from torch import Tensor
 _Output = TypeVar("_Output")
 
 
-@dataclass(frozen=True, slots=True)
 class Draw(Generic[_Output]):
     """Tokens that were drawn, one per row."""
 
-    tokens: Tensor | list[int]
-    """[n] on the device, or the values; -1 where a row failed."""
-    output: Callable[[], _Output]
-    """What is told of them, once the step was waited for; called once."""
+    __slots__ = ("output", "tokens")
+
+    def __init__(self, tokens: Tensor | list[int], output: Callable[[], _Output]) -> None:
+        self.tokens = tokens
+        """[n] on the device, or the values; -1 where a row failed."""
+        self.output = output
+        """Gives what is told of them, once the step was waited for; called once."""
 
     def __call__(self) -> _Output:
         return self.output()
@@ -47,10 +48,12 @@ class SampledTokens:
     def begin_step(self) -> list[Part]:
         """A step begins: what the one before it has drawn, and has not told, are its inputs.
         Returns where this step's draws are noted, for `forget`."""
-        drawn, self._drawn = self._drawn, []
+        drawn = self._drawn
         if not drawn:
-            self._rows = {}
-            return self._drawn
+            if self._rows:
+                self._rows = {}
+            return drawn
+        self._drawn = []
         seq_ids = [seq_id for part, _ in drawn for seq_id in part]
         self._rows = {seq_id: row for row, seq_id in enumerate(seq_ids)}
         parts = [self._on_device(tokens) for _, tokens in drawn]
@@ -70,11 +73,12 @@ class SampledTokens:
     def told(self, drawn: list[Part]) -> None:
         """What a step has drawn is on the host: the next one does not take it from the device."""
         if drawn is self._drawn:
-            self._drawn = []
+            drawn.clear()
 
     def remove(self, seq_ids: Iterable[int]) -> None:
-        for seq_id in seq_ids:
-            self._rows.pop(seq_id, None)
+        if self._rows:
+            for seq_id in seq_ids:
+                self._rows.pop(seq_id, None)
 
     def __bool__(self) -> bool:
         """Whether any sequence's last token is only on the device."""

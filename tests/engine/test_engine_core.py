@@ -202,3 +202,15 @@ def test_a_device_that_says_it_is_lost_is(bench):
     bench.core.add(request("r", text(9)), {})
     with pytest.raises(DeviceLostError):
         bench.run()
+
+
+def test_the_tokens_of_a_step_under_way_are_told_at_the_end():
+    bench = Bench(overlapped=True)
+    one = request("r", text(9))
+    bench.core.add(one, {})
+    for _ in range(3):
+        bench.step()
+    assert bench.core.has_work
+    told = [token for delta in bench.core.land().deltas for token in delta.token_ids]
+    assert bench.tokens("r") + told == reference(one, 3)
+    assert not bench.core.land()

@@ -126,6 +126,13 @@ class EngineCore:
             self._land(begun)
         return self._scheduler.take_output()
 
+    def land(self) -> SchedulerOutput:
+        """Wait for the step that is under way, if one is, and return its output: the last one."""
+        step, self._under_way = self._under_way, None
+        if step is not None:
+            self._land(step)
+        return self._scheduler.take_output()
+
     def _begin(self, plan: StepPlan) -> _StepUnderWay:
         started = time.monotonic()
         try:

@@ -253,6 +253,7 @@ class StepLoop:
             for command in channel.take_commands(wait=idle, seconds=seconds):
                 self._execute_command(command)
             if self._stopped:
+                self._send(core.land())
                 self._core.close()
                 return
             channel.busy_since = time.monotonic()
