@@ -82,7 +82,7 @@ def test_an_argument_that_is_refused_leaves_the_threads_usable(weight: Int8Weigh
 
 
 FORKS = """
-import os, torch
+import os, sys, torch
 from lookonce.model.native import compiled
 kernels = compiled.kernels
 values, rows = torch.ones((1203, 333), dtype=torch.int8), torch.ones(1, 333)
@@ -94,6 +94,10 @@ assert computes()
 child = os.fork()
 if not child:
     os._exit(0 if computes() else 1)
+assert os.waitpid(child, 0)[1] == 0
+child = os.fork()
+if not child:
+    sys.exit()  # it has computed nothing, and ends as a process does
 assert os.waitpid(child, 0)[1] == 0
 assert computes()
 """

@@ -67,9 +67,9 @@ class ThreadPool {
   public:
     // The calling thread's own. A process that was forked has none of its parent's threads.
     static ThreadPool& of_this_thread() {
-        static thread_local std::unique_ptr<ThreadPool> pool;
+        static thread_local std::unique_ptr<ThreadPool, DeleteOwn> pool;
         if (pool && pool->process != getpid()) pool.release();
-        if (!pool) pool = std::make_unique<ThreadPool>();
+        if (!pool) pool.reset(new ThreadPool);
         return *pool;
     }
 
@@ -137,6 +137,13 @@ class ThreadPool {
     std::mutex mutex;
     std::condition_variable loop_came, loop_ended;
     bool is_ending = false;
+
+    // One that a forked process has from its parent is left as it is: its threads cannot be joined.
+    struct DeleteOwn {
+        void operator()(ThreadPool* pool) const {
+            if (pool->process == getpid()) delete pool;
+        }
+    };
 
     template <typename F>
     static bool is_soon(F is_so) {

@@ -280,7 +280,8 @@ inline void tile(const typename M::Element* const* x, const W* const* rows, int6
                 right[r] = in_register(M::template weights<ODD>(from[r]));
 #pragma GCC unroll 8
             for (int t = 0; t < TOKENS; ++t) {
-                const auto left = in_register(M::tokens(x[t] + at + ODD * M::PART));
+                auto left = M::tokens(x[t] + at + ODD * M::PART);
+                if (S::ROWS > 1) left = in_register(left);  // else it is read by the multiplication
 #pragma GCC unroll 4
                 for (int r = 0; r < S::ROWS; ++r) {
                     auto& to = sum[t][r][j];
