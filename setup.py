@@ -19,7 +19,7 @@ ATTENTION, NATIVE = "lookonce/model/attention", "lookonce/model/native"
 HEADERS = [
     f"{ATTENTION}/{name}.h"
     for name in ("arguments", "chunk", "problem", "step", "threads", "units", "vectors")
-] + [f"{NATIVE}/{name}.h" for name in ("linear", "decoder", "rows", "sampling", "windows")]
+] + [f"{NATIVE}/{name}.h" for name in ("linear", "lora", "decoder", "rows", "sampling", "windows")]
 X86_64 = {
     "x86_64_v2": ["-march=x86-64-v2"],
     "avx2": ["-march=x86-64-v3", "-mtune=znver3"],

@@ -328,11 +328,17 @@ class FusedLayer:
         # Of several ranks each has a part of these sums (`model.tensor_parallel`).
         self.out_reduce: Reduce | None = getattr(attention.o_proj, "reduce", None)
         self.down_reduce: Reduce | None = getattr(mlp.down_proj, "reduce", None)
-        # By these adapters find what they add to a product.
+        # By these adapters find what they add to a product: in the order of native/lora.h.
         self.qkv_modules = (attention.q_proj, attention.k_proj, attention.v_proj)
         self.out_modules = (attention.o_proj,)
         self.gate_up_modules = (mlp.gate_proj, mlp.up_proj)
         self.down_modules = (mlp.down_proj,)
+        self.modules = (
+            *self.qkv_modules,
+            *self.out_modules,
+            *self.gate_up_modules,
+            *self.down_modules,
+        )
         self.gate = GatedActivation(mlp.act_fn)
         self.before = RMSNorm(layer.input_layernorm)
         self.between = RMSNorm(layer.post_attention_layernorm)

@@ -12,10 +12,12 @@ makes a new one, beside the steps, and the runner takes it between two steps.
                          one product with all adapters, and a       products with the
                          mask of the scales [rows, all ranks]       chunk's adapter alone
 
-A step in which no sequence has an adapter runs as if there were none. One with adapters runs in
-torch: in `FusedDecoder`, which adds what `StepLoRA` computes, or in transformers' own forward with
-hooks at its linear layers (`LinearHooks`). Encoders are always run for one adapter at a time, so a
-hook's rows are all of that adapter.
+A step in which no sequence has an adapter runs as if there were none. A small step of a plain
+decoder runs in compiled code, where each row takes the products of its own adapter alone
+(`native.decoder`, by `StepLoRA.spans`). Others run in torch: in `FusedDecoder`, which adds what
+`StepLoRA` computes, or in transformers' own forward with hooks at its linear layers
+(`LinearHooks`). Encoders are always run for one adapter at a time, so a hook's rows are all of that
+adapter.
 """
 
 from __future__ import annotations
@@ -83,21 +85,24 @@ class _Span(NamedTuple):
     scale: float
 
 
-class _Layout(dict[bytes, _Span]):
+_NOWHERE = _Span(0, 0, 0.0)
+
+
+class Layout(dict[bytes, _Span]):
     """Adapter's digest → its place. Layers whose adapters have equal ranks and scales share one."""
 
     __hash__ = object.__hash__  # type: ignore[assignment]
 
 
 @dataclass(frozen=True, slots=True)
-class _JoinedLayer:
+class JoinedLayer:
     """All adapters' parts in one linear layer; R is the sum of their ranks there."""
 
     a: Tensor
     """[R, in]"""
     b: Tensor
     """[R, out]"""
-    layout: _Layout
+    layout: Layout
 
 
 class LoadedAdapters:
@@ -107,7 +112,7 @@ class LoadedAdapters:
     def __init__(self, layers: AdaptableLayers, adapters: Sequence[LoRAAdapter] = ()) -> None:
         self._layers = layers
         self._adapters = {adapter.identity.digest: adapter for adapter in adapters}
-        layouts: dict[tuple[tuple[bytes, _Span], ...], _Layout] = {}
+        layouts: dict[tuple[tuple[bytes, _Span], ...], Layout] = {}
         self.decoder = self._joined(layers.decoder, layouts)
         self.encoder = self._joined(layers.encoder, layouts)
 
@@ -134,8 +139,8 @@ class LoadedAdapters:
     def _joined(
         self,
         modules: Mapping[str, nn.Module],
-        layouts: dict[tuple[tuple[bytes, _Span], ...], _Layout],
-    ) -> dict[nn.Module, _JoinedLayer]:
+        layouts: dict[tuple[tuple[bytes, _Span], ...], Layout],
+    ) -> dict[nn.Module, JoinedLayer]:
         """By linear layer, of those that some adapter changes. The adapters' own matrices become
         views of the joined ones, so that they are held once."""
         found = {}
@@ -151,15 +156,15 @@ class LoadedAdapters:
             for digest, part in parts.items():
                 spans.append((digest, _Span(start, start + len(part.a), part.scale)))
                 start += len(part.a)
-            layout = layouts.setdefault(tuple(spans), _Layout(spans))
+            layout = layouts.setdefault(tuple(spans), Layout(spans))
             a = torch.cat([part.a for part in parts.values()])
             b = torch.cat([part.b for part in parts.values()])
-            found[module] = _JoinedLayer(a, b, layout)
+            found[module] = JoinedLayer(a, b, layout)
         return self._held_once(modules, found)
 
     def _held_once(
-        self, modules: Mapping[str, nn.Module], joined: dict[nn.Module, _JoinedLayer]
-    ) -> dict[nn.Module, _JoinedLayer]:
+        self, modules: Mapping[str, nn.Module], joined: dict[nn.Module, JoinedLayer]
+    ) -> dict[nn.Module, JoinedLayer]:
         names = {module: name for name, module in modules.items()}
         for digest, adapter in self._adapters.items():
             layers = dict(adapter.layers)
@@ -195,12 +200,19 @@ class StepLoRA:
         self.loaded = loaded
         self.num_rows: int | None = sum(lengths)
         """Tokens of the step; None: any number, as in an encoder."""
+        self._given = tuple(lengths), tuple(adapters)
         self._owners: list[bytes] = []
         """Adapter of each row of the mixed parts."""
         self._parts: list[_Part] = []
-        self._masks: dict[_Layout, Tensor] = {}
+        self._spans: tuple[Sequence[Layout], tuple[Tensor, Tensor]] | None = None
+        self._masks: dict[Layout, Tensor] = {}
         """[rows of mixed parts, R]: a row's scale where its own adapter's ranks are."""
         self._divide(lengths, adapters)
+
+    def is_of(
+        self, loaded: LoadedAdapters, lengths: Sequence[int], adapters: Sequence[bytes]
+    ) -> bool:
+        return loaded is self.loaded and self._given == (tuple(lengths), tuple(adapters))
 
     @classmethod
     def whole(cls, loaded: LoadedAdapters, adapter: bytes) -> StepLoRA:
@@ -235,6 +247,21 @@ class StepLoRA:
             return
         self._parts.append(_Part(slice(start, end), None))
 
+    def spans(self, layouts: Sequence[Layout]) -> tuple[Tensor, Tensor]:
+        """Where the ranks of each token's adapter begin and end in each layout, [layouts, T, 2]
+        int32, and its scale there, [layouts, T] float32; nowhere for a token without one."""
+        if self._spans is not None and self._spans[0] is layouts:
+            return self._spans[1]
+        lengths, adapters = self._given
+        rows = [[layout.get(adapter, _NOWHERE) for layout in layouts] for adapter in adapters]
+        repeats = torch.tensor(lengths)
+        found = (
+            torch.tensor(rows, dtype=torch.float64).repeat_interleave(repeats, 0).transpose(0, 1)
+        )
+        bounds = found[..., :2].to(torch.int32).contiguous()
+        self._spans = layouts, (bounds, found[..., 2].float().contiguous())
+        return self._spans[1]
+
     def add(self, modules: Sequence[nn.Module], inputs: Tensor, outputs: Tensor) -> None:
         """Add the adapters' part to `outputs` [T, N] of linear layers over `inputs` [T, K], one
         layer's columns after the other's."""
@@ -247,7 +274,7 @@ class StepLoRA:
                 self._add(layer, inputs, outputs[:, first : first + sizes[1]])
             first += sizes[1]
 
-    def _add(self, layer: _JoinedLayer, inputs: Tensor, outputs: Tensor) -> None:
+    def _add(self, layer: JoinedLayer, inputs: Tensor, outputs: Tensor) -> None:
         if self.num_rows is not None and len(inputs) != self.num_rows:
             raise ValueError(f"a layer has {len(inputs)} rows in a step of {self.num_rows} tokens")
         seen = 0
@@ -262,7 +289,7 @@ class StepLoRA:
                 down = linear(inputs[rows], layer.a[ranks])
                 _add_product(outputs[rows], down, layer.b[ranks], span.scale)
 
-    def _mask(self, layer: _JoinedLayer) -> Tensor:
+    def _mask(self, layer: JoinedLayer) -> Tensor:
         mask = self._masks.get(layer.layout)
         if mask is None:
             scales = torch.zeros((len(self._owners), len(layer.a)))
@@ -361,6 +388,8 @@ class RunnerLoRA:
         self.hooks = LinearHooks()
         self._of_sequence: dict[int, bytes] = {}
         """Sequence → digest of its adapter; those without one are missing."""
+        self._last: StepLoRA | None = None
+        """Of the last step that had adapters: decode steps of the same sequences have it again."""
 
     def add(self, seq_id: int, adapter: bytes) -> None:
         if adapter:
@@ -377,13 +406,17 @@ class RunnerLoRA:
                 self._of_sequence.pop(seq_id, None)
             if not self._of_sequence:
                 self.hooks.remove()
+                self._last = None
 
     def step(self, seq_ids: Sequence[int], lengths: Sequence[int]) -> StepLoRA | None:
         """What adapters add in a step of these sequences; None where none has one. Raises
         `KeyError` for an adapter that is not loaded."""
         adapters = [self._of_sequence.get(seq_id, b"") for seq_id in seq_ids]
         if any(adapters):
-            return StepLoRA(self.loaded, lengths, adapters)
+            last = self._last
+            if last is None or not last.is_of(self.loaded, lengths, adapters):
+                last = self._last = StepLoRA(self.loaded, lengths, adapters)
+            return last
         self.hooks.remove()
         return None
 

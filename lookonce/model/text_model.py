@@ -103,7 +103,7 @@ class TextModel:
         `cross` is what an encoder-decoder's tokens cross-attend to.
         """
         embeds, extras = self._embeds(inputs, rows)
-        if self._native is not None and not extras and inputs.lora is None:
+        if self._native is not None and not extras:
             logits = self._native.logits(
                 DecodeInputs(
                     inputs.token_ids,
@@ -111,6 +111,7 @@ class TextModel:
                     inputs.position_ids,
                     inputs.sample_rows,
                     inputs.metadata,
+                    inputs.lora,
                 )
             )
             if logits is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -16,17 +17,27 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 
 from lookonce.config import ModelConfig
 from lookonce.model.attention.backend import AttentionMetadata, ForwardContext
+from lookonce.model.attention.cpu import KernelBackend
 from lookonce.model.attention.reference import ReferenceBackend
 from lookonce.model.families.base import ModelFamily, TextFamily
 from lookonce.model.fused_modules import FusedDecoder, FusedLayer, plain_positions
 from lookonce.model.int8_weights import quantize_linears
 from lookonce.model.kv_pages import KVPages
 from lookonce.model.loader import load_model
+from lookonce.model.lora import (
+    LoadedAdapters,
+    LoRAAdapter,
+    LoRALayer,
+    StepLoRA,
+    linear_sizes,
+)
+from lookonce.model.lora_files import adaptable_layers
 from lookonce.model.native import compiled
 from lookonce.model.native import decoder as native
 from lookonce.model.native.decoder import DecodeInputs, NativeDecoder, native_decoder
 from lookonce.model.step_inputs import AttentionMetadataBuilder, StepInputs
 from lookonce.model.text_model import TextModel, TransformersDecoder, choose_decoder
+from lookonce.types.lora import LoRAIdentity
 from tests.support.model_folders.make import make_folder, randomise
 
 pytestmark = [
@@ -119,7 +130,7 @@ def fused_logits(subject: Subject, inputs: DecodeInputs) -> torch.Tensor:
     embeds = inputs.embeds
     if embeds is None:
         embeds = subject.family.embed_tokens(inputs.token_ids)
-    step = ForwardContext(inputs.metadata, ReferenceBackend(), subject.pages)
+    step = ForwardContext(inputs.metadata, ReferenceBackend(), subject.pages, lora=inputs.lora)
     hidden = subject.fused(embeds, inputs.position_ids, step, {})
     if inputs.sample_rows is not None:
         hidden = hidden[inputs.sample_rows]
@@ -212,6 +223,130 @@ def prompt_inputs(subject: Subject, count: int) -> DecodeInputs:
     )
     metadata = buffers.build([count], [count], np.arange(BLOCKS, dtype=np.int32)[None])
     return DecodeInputs(ids, None, plain_positions(count, 1), None, metadata)
+
+
+# --- LoRA adapters ------------------------------------------------------------------------------
+
+
+def some_adapters(family: ModelFamily, dtype: torch.dtype) -> LoadedAdapters:
+    """One changes every layer with 11 ranks, the other queries with 3 and a last product with 8."""
+    layers, generator = adaptable_layers(family), torch.Generator().manual_seed(7)
+    names = list(layers.decoder)
+    queries = [name for name in names if name.endswith("q_proj")]
+
+    def adapter(digest: bytes, ranks: dict[str, int]) -> LoRAAdapter:
+        made = {}
+        for name, rank in ranks.items():
+            sizes = linear_sizes(layers.decoder[name])
+            assert sizes is not None
+            a, b = (torch.randn(rank, size, generator=generator).to(dtype) for size in sizes)
+            made[name] = LoRALayer(0.2 * a, 0.2 * b, 0.5)
+        return LoRAAdapter(LoRAIdentity(digest), max(ranks.values()), made)
+
+    first = adapter(b"1", dict.fromkeys(names, 11))
+    second = adapter(b"2", dict.fromkeys(queries, 3) | {names[-1]: 8})
+    return LoadedAdapters(layers, [first, second])
+
+
+OWNERS = (b"1", b"", b"2", b"1", b"2")
+
+
+@pytest.mark.parametrize("make", [odd_llama, tied_qwen3])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 4e-2)])
+def test_each_token_takes_its_own_adapter(
+    make: Callable[[], ModelFamily], dtype: torch.dtype, tolerance: float
+) -> None:
+    family = make()
+    family.model.to(dtype)
+    subject, loaded = subject_of(family, dtype), some_adapters(family, dtype)
+    plain = decode_inputs(subject, [5, 9, 3, 30, 17])
+    adapted = plain._replace(lora=StepLoRA(loaded, [1] * 5, OWNERS))
+    agree(subject, plain, tolerance)
+    agree(subject, adapted, tolerance)
+    without, found = subject.native.logits(plain), subject.native.logits(adapted)
+    assert without is not None
+    assert found is not None
+    differs = (found - without).abs().amax(1) > 0.05 * without.abs().max()
+    assert differs.tolist() == [bool(owner) for owner in OWNERS], "negative control"
+    fewer = loaded.without(b"1")
+    agree(
+        subject,
+        plain._replace(lora=StepLoRA(fewer, [1] * 5, [b"", b"", b"2", b"", b""])),
+        tolerance,
+    )
+
+
+def test_a_chunk_with_an_adapter_beside_decodes() -> None:
+    family = odd_llama()
+    subject, loaded = subject_of(family), some_adapters(family, torch.float32)
+    ids = torch.arange(43) % family.vocab_size
+    positions = torch.cat((torch.tensor([8, 80]), torch.arange(50, 91))).unsqueeze(0)
+    tables = np.arange(BLOCKS, dtype=np.int32)[:18].reshape(3, 6)
+    buffers = AttentionMetadataBuilder(
+        max_num_seqs=3, max_num_tokens=43, max_blocks_per_seq=6, block_size=BLOCK
+    )
+    metadata = buffers.build([1, 1, 41], [9, 81, 91], tables, num_decodes=2)
+    lora = StepLoRA(loaded, [1, 1, 41], [b"2", b"", b"1"])
+    agree(subject, DecodeInputs(ids, None, positions, None, metadata, lora))
+
+
+def test_adapters_of_another_decoder_or_that_are_not_loaded_are_errors() -> None:
+    family = odd_llama()
+    subject, loaded = subject_of(family), some_adapters(family, torch.float32)
+    inputs = decode_inputs(subject, [5])
+    step = StepLoRA(loaded, [1], [b"1"])
+    bound = subject.native._bound(loaded)
+    spans, scales = step.spans(bound.layouts)
+    run = subject.native._run
+
+    def with_spans(changed: torch.Tensor) -> DecodeInputs:
+        step.spans = lambda _: (changed, scales)  # type: ignore[method-assign]
+        return inputs._replace(lora=step)
+
+    for wrong in (spans + 1000, spans - 1, spans.flip(-1)):
+        with pytest.raises(ValueError, match="outside of those that are loaded"):
+            run(with_spans(wrong), torch.empty(1, family.vocab_size))
+    with pytest.raises(ValueError, match="sizes do not fit"):
+        run(with_spans(spans[:, :0]), torch.empty(1, family.vocab_size))
+    subject.native._adapters = bound._replace(
+        handle=subject_of(family).native._bound(loaded).handle
+    )
+    with pytest.raises(ValueError, match="another decoder"):
+        run(with_spans(spans), torch.empty(1, family.vocab_size))
+
+
+def test_adapters_that_are_unloaded_leave_no_memory() -> None:
+    subject = subject_of(odd_llama())
+    loaded = some_adapters(subject.family, torch.float32)
+    held = weakref.ref(next(iter(loaded.decoder.values())).a)
+    subject.native.logits(decode_inputs(subject, [5])._replace(lora=StepLoRA(loaded, [1], [b"1"])))
+    assert held() is not None
+    del loaded
+    assert held() is None
+
+
+def test_steps_with_adapters_are_computed_by_compiled_code(
+    monkeypatch: pytest.MonkeyPatch, folder: Folder
+) -> None:
+    subject = from_folder(folder("qwen3"))
+    loaded = some_adapters(subject.family, torch.float32)
+    model = TextModel(
+        subject.family, torch.float32, torch.device("cpu"), KernelBackend(), subject.pages
+    )
+    monkeypatch.setattr(model, "_decode", None)
+    given = decode_inputs(subject, [5, 6])
+    lora = StepLoRA(loaded, [1, 1], [b"1", b"2"])
+    inputs = StepInputs(
+        token_ids=given.token_ids,
+        position_ids=given.position_ids,
+        metadata=given.metadata,
+        embeds=(),
+        embed_at=None,
+        sample_rows=None,
+        lora=lora,
+    )
+    expected = fused_logits(subject, given._replace(lora=lora))
+    assert (model(inputs, None) - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
 def test_bf16_numbers_are_read_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

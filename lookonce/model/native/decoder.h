@@ -10,6 +10,7 @@
 
 #include "../attention/step.h"
 #include "linear.h"
+#include "lora.h"
 
 namespace native {
 
@@ -52,6 +53,8 @@ struct Step {
     const float *cos, *sin;      // [num_positions][head_dim]; the first half of sin is negated
     int64_t axes, axis_stride, num_samples, num_positions;
     Problem attention;           // sizes and metadata; tensors are filled in here
+    const void* adapters;        // AdaptedLayer<T> [layers], or null: no token has an adapter
+    Spans spans;                 // of its tokens
 };
 
 constexpr int64_t VALUES_FOR_THREADS = 8192;  // are worth sharing out
@@ -201,6 +204,7 @@ class Pass {
     void attend(const Layer<T, W>& layer) {
         norm_all(layer.before);
         apply(layer.qkv, normed, tokens, wide, false, threads);
+        adapt(layer, QUERIES, VALUES, normed, wide);
         each_token(m.qkv_width(), [&](int64_t t) { turn(layer, t); });
         Problem p = s.attention;
         const int64_t row = m.qkv_width();
@@ -214,6 +218,21 @@ class Pass {
         const int64_t width = layer.out.inputs;
         each_token(width, [&](int64_t t) { convert(answer + t * width, width, attended + t * width); });
         apply(layer.out, attended, tokens, x, true, threads);
+        adapt(layer, OUT, OUT, attended, x);
+    }
+
+    // Adds what adapters add to the products from `first` to `last`, whose outputs lie side by side.
+    void adapt(const Layer<T, W>& layer, int first, int last, const float* from, float* to) {
+        if (!s.adapters) return;
+        const int64_t index = &layer - m.layers.data();
+        const AdaptedLayer<T>& parts = static_cast<const AdaptedLayer<T>*>(s.adapters)[index];
+        int64_t width = 0;
+        for (int p = first; p <= last; ++p) width += parts[p].outputs;
+        each_token(width, [&](int64_t t) {
+            float* row = to + t * width;
+            for (int p = first; p <= last; row += parts[p++].outputs)
+                add_adapter(parts[p], s.spans, t, tokens, from + t * parts[p].inputs, row);
+        });
     }
 
     // Queries and keys normed where the model does that, turned by their position, and narrowed.
@@ -243,10 +262,12 @@ class Pass {
     void feed_forward(const Layer<T, W>& layer) {
         norm_all(layer.between);
         apply(layer.gate_up, normed, tokens, wide, false, threads);
+        adapt(layer, GATE, UP, normed, wide);
         each_token(m.ffn, [&](int64_t t) {
             gated(wide + t * 2 * m.ffn, m.ffn, normed + t * m.ffn);
         });
         apply(layer.down, normed, tokens, x, true, threads);
+        adapt(layer, DOWN, DOWN, normed, x);
     }
 
     void predict() {

@@ -2,7 +2,7 @@
 
 With a handful of tokens in a step a small model spends more time between torch's operators than in
 them. Here the whole text model runs from embedding to logits without returning to Python, over the
-same weights and pages. Beyond `MAX_TOKENS` torch's products of floats are as fast or ahead: such
+same weights and pages, and with the LoRA adapters of its tokens. Beyond `MAX_TOKENS` torch's products of floats are as fast or ahead: such
 steps are left to it, as is every step whose rope axes differ (media in the chunk). Weights that
 torch cannot multiply as they are, int8 and bf16 without instructions for it, are met here by any
 number of tokens.
@@ -11,6 +11,7 @@ number of tokens.
 from __future__ import annotations
 
 import logging
+import weakref
 from typing import NamedTuple
 
 import torch
@@ -36,6 +37,7 @@ from lookonce.model.fused_modules import (
 )
 from lookonce.model.int8_weights import Int8Linear, Int8Weight
 from lookonce.model.kv_pages import KVPages
+from lookonce.model.lora import JoinedLayer, Layout, LoadedAdapters, StepLoRA
 from lookonce.model.native import compiled
 from lookonce.types.cpu import cpu_multiplies_bf16
 
@@ -65,6 +67,15 @@ class DecodeInputs(NamedTuple):
     sample_rows: Tensor | None
     """[S] int64 indices into T; None: every token."""
     metadata: AttentionMetadata
+    lora: StepLoRA | None = None
+    """What adapters add; None: no token has one."""
+
+
+class _BoundAdapters(NamedTuple):
+    loaded: weakref.ref[LoadedAdapters]
+    handle: object
+    layouts: tuple[Layout, ...]
+    """By the number that compiled code knows them by."""
 
 
 class NativeDecoder:
@@ -98,6 +109,7 @@ class NativeDecoder:
         self._sizes = (first.num_heads, first.num_kv_heads, first.head_dim, first.down[0].shape[1])
         self._layers = [self._layer_weights(layer) for layer in layers]
         self._handle: object = None
+        self._adapters: _BoundAdapters | None = None
         self._cos = self._sin = torch.empty((0, first.head_dim))
 
     def bind(
@@ -118,7 +130,7 @@ class NativeDecoder:
         self._num_outputs = len(head[0])
         # As `make` in module.cpp reads it.
         model = (*self._before_head, self._num_outputs, *head, *self._sizes)
-        self._handle = _kernels().make(model, layers[part])
+        self._handle, self._adapters = _kernels().make(model, layers[part]), None
 
     def logits(self, inputs: DecodeInputs) -> Tensor | None:
         """Logits [S, V] float32; None for a step it does not compute.
@@ -142,6 +154,10 @@ class NativeDecoder:
 
     def _run(self, inputs: DecodeInputs, logits: Tensor) -> int:
         metadata = inputs.metadata
+        adapters: tuple[object, ...] = (None, None, None)
+        if inputs.lora is not None:
+            bound = self._bound(inputs.lora.loaded)
+            adapters = (bound.handle, *inputs.lora.spans(bound.layouts))
         return _kernels().run(
             self._handle,
             inputs.token_ids,
@@ -157,7 +173,27 @@ class NativeDecoder:
             metadata.slot_mapping,
             metadata.visible_end,
             torch.get_num_threads(),
+            *adapters,
         )
+
+    def _bound(self, loaded: LoadedAdapters) -> _BoundAdapters:
+        """These adapters as compiled code takes them. They are bound when a step first has them."""
+        if self._adapters is None or self._adapters.loaded() is not loaded:
+            layouts: dict[Layout, int] = {}
+            layers = tuple(
+                tuple(_adapted(loaded.decoder.get(module), layouts) for module in layer.modules)
+                for layer in self._fused.layers
+            )
+            handle = _kernels().adapt(self._handle, layers)
+            self._adapters = _BoundAdapters(
+                weakref.ref(loaded, self._forget), handle, tuple(layouts)
+            )
+        return self._adapters
+
+    def _forget(self, gone: weakref.ref[LoadedAdapters]) -> None:
+        """Adapters that nobody has any more: their memory is held here alone."""
+        if self._adapters is not None and self._adapters.loaded is gone:
+            self._adapters = None
 
     def _grow(self, positions: int) -> None:
         """Tables of at least so many positions, in powers of two."""
@@ -271,6 +307,13 @@ def _sizes(layer: FusedLayer) -> tuple[int, ...]:
     linears = (layer.qkv, layer.out, layer.gate_up, layer.down)
     shapes = [size for weight, _ in linears for size in weight.shape]
     return (*shapes, layer.num_heads, layer.num_kv_heads, layer.head_dim)
+
+
+def _adapted(layer: JoinedLayer | None, layouts: dict[Layout, int]) -> tuple[object, ...] | None:
+    """What `adapt` in module.cpp is told of one product; gives its layout a number."""
+    if layer is None:
+        return None
+    return layer.a, layer.b, layouts.setdefault(layer.layout, len(layouts))
 
 
 def _asked_of(layer: FusedLayer) -> tuple[float, ...]:

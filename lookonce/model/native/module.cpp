@@ -109,9 +109,51 @@ class Decoder {
     Decoder(const Decoder&) = delete;
     // Reads a step and checks it; see Pass::run for the answer.
     virtual int64_t run(Arguments& a) const = 0;
+    // Reads LoRA adapters: for each layer a tuple of its products, each None or (a, b, layout).
+    virtual std::unique_ptr<class Adapters> adapt(PyObject* layers) const = 0;
 
   private:
     PyObject *model, *layers;
+};
+
+constexpr const char* ADAPTERS = "lookonce adapters";
+
+// Adapters of some decoder, for Python to hold together with their tensors.
+class Adapters {
+  public:
+    const Decoder* const decoder;
+    explicit Adapters(const Decoder* decoder, PyObject* tensors)
+        : decoder(decoder), tensors(Py_NewRef(tensors)) {}
+    virtual ~Adapters() { Py_DECREF(tensors); }
+    Adapters(const Adapters&) = delete;
+    std::vector<int64_t> ranks;  // of each layout, those of all adapters
+
+  private:
+    PyObject* tensors;
+};
+
+template <typename T>
+class TypedAdapters : public Adapters {
+  public:
+    using Adapters::Adapters;
+    std::vector<AdaptedLayer<T>> layers;
+
+    // One product's adapters, or None.
+    Adapted<T> read(PyObject* items, int64_t inputs, int64_t outputs) {
+        Adapted<T> part = {nullptr, nullptr, inputs, outputs, 0};
+        if (items == Py_None) return part;
+        Arguments a(items, 3);
+        const Tensor down = a.tensor("adapters' a").of_dimensions(2).contiguous();
+        const int64_t rank = down.size(0);
+        part.a = down.shaped({rank, inputs}).template data<T>();
+        part.b = a.tensor("adapters' b").shaped({rank, outputs}).contiguous().template data<T>();
+        part.layout = a.integer();
+        const int64_t known = int64_t(ranks.size());
+        require(part.layout >= 0 && part.layout <= known, "layouts are not numbered in order");
+        if (part.layout == known) ranks.push_back(rank);
+        require(ranks[part.layout] == rank, "products of one layout have different ranks");
+        return part;
+    }
 };
 
 template <typename T>
@@ -171,8 +213,28 @@ class Typed : public Decoder {
         p.block_size = m.block_size, p.num_blocks = m.num_blocks;
         p.num_threads = int(a.integer());
         if (const char* fault = find_fault(p)) refuse(fault);
+        read_adapters(a, s, num_tokens);
         const WithoutGil others_run;
         return Pass<T, W>(m, s).run();
+    }
+
+    std::unique_ptr<Adapters> adapt(PyObject* items) const override {
+        auto adapters = std::make_unique<TypedAdapters<T>>(this, items);
+        Arguments all(items, Py_ssize_t(m.layers.size()));
+        const int64_t queries = m.heads * m.head_dim, keys = m.kv_heads * m.head_dim;
+        for (size_t i = 0; i < m.layers.size(); ++i) {
+            Arguments a(all.object(), ADAPTABLE);
+            AdaptedLayer<T> layer;
+            layer[QUERIES] = adapters->read(a.object(), m.hidden, queries);
+            layer[KEYS] = adapters->read(a.object(), m.hidden, keys);
+            layer[VALUES] = adapters->read(a.object(), m.hidden, keys);
+            layer[OUT] = adapters->read(a.object(), queries, m.hidden);
+            layer[GATE] = adapters->read(a.object(), m.hidden, m.ffn);
+            layer[UP] = adapters->read(a.object(), m.hidden, m.ffn);
+            layer[DOWN] = adapters->read(a.object(), m.ffn, m.hidden);
+            adapters->layers.push_back(layer);
+        }
+        return adapters;
     }
 
   private:
@@ -202,6 +264,27 @@ class Typed : public Decoder {
         const auto sizes = {m.num_blocks, m.block_size, m.kv_heads, m.head_dim};
         layer.keys = keys.shaped(sizes).template data<T>();
         layer.values = a.tensor("value pages").shaped(sizes).contiguous().template data<T>();
+    }
+
+    void read_adapters(Arguments& a, Step& s, int64_t num_tokens) const {
+        PyObject* capsule = a.object();
+        if (capsule == Py_None) {
+            a.object(), a.object();
+            return;
+        }
+        auto* adapters = static_cast<Adapters*>(PyCapsule_GetPointer(capsule, ADAPTERS));
+        if (!adapters) throw arguments::Raised();
+        require(adapters->decoder == this, "these are adapters of another decoder");
+        const int64_t layouts = int64_t(adapters->ranks.size());
+        const Tensor bounds = a.tensor("spans").shaped({layouts, num_tokens, 2}).contiguous();
+        const Tensor scales = a.tensor("scales").shaped({layouts, num_tokens}).contiguous();
+        s.spans = {bounds.data<int32_t>(), scales.data<float>()};
+        for (int64_t i = 0; i < layouts * num_tokens; ++i) {
+            const int32_t start = s.spans.bounds[2 * i], end = s.spans.bounds[2 * i + 1];
+            require(0 <= start && start <= end && end <= adapters->ranks[i / num_tokens],
+                    "a token's adapter is outside of those that are loaded");
+        }
+        s.adapters = static_cast<TypedAdapters<T>*>(adapters)->layers.data();
     }
 
     void read_positions(Arguments& a, Step& s, int64_t num_tokens) const {
@@ -258,10 +341,32 @@ PyObject* make(PyObject* const* args, Py_ssize_t count) {
     return capsule;
 }
 
+void destroy_adapters(PyObject* capsule) {
+    Py_DECREF(static_cast<PyObject*>(PyCapsule_GetContext(capsule)));
+    delete static_cast<Adapters*>(PyCapsule_GetPointer(capsule, ADAPTERS));
+}
+
+// adapt(capsule of a decoder, its adapters) → capsule, which keeps the decoder's; the tuples are those
+// of decoder.py
+PyObject* adapt(PyObject* const* args, Py_ssize_t count) {
+    Arguments a(args, count, 2);
+    PyObject* of = a.object();
+    auto* decoder = static_cast<Decoder*>(PyCapsule_GetPointer(of, DECODER));
+    if (!decoder) throw arguments::Raised();
+    auto adapters = decoder->adapt(a.object());
+    PyObject* capsule = PyCapsule_New(adapters.get(), ADAPTERS, nullptr);
+    if (!capsule) throw arguments::Raised();
+    adapters.release();
+    PyCapsule_SetContext(capsule, Py_NewRef(of));
+    PyCapsule_SetDestructor(capsule, destroy_adapters);
+    return capsule;
+}
+
 // run(capsule, token_ids, embeds, position_ids, sample_rows, logits, cos, sin, query_start, kv_lens,
-//     block_tables, slot_mapping, visible_end, threads) → what Pass::run says
+//     block_tables, slot_mapping, visible_end, threads, adapters or None, spans, scales)
+//     → what Pass::run says
 PyObject* run(PyObject* const* args, Py_ssize_t count) {
-    Arguments a(args, count, 14);
+    Arguments a(args, count, 17);
     auto* decoder = static_cast<Decoder*>(PyCapsule_GetPointer(a.object(), DECODER));
     if (!decoder) throw arguments::Raised();
     return PyLong_FromLongLong(decoder->run(a));
@@ -423,6 +528,8 @@ PyMethodDef methods[] = {
     {"paged_attention", as_method(guarded<paged_attention>), METH_FASTCALL,
      "Write new keys and values and attend over the pages; see attention/cpu.py."},
     {"make", as_method(guarded<make>), METH_FASTCALL, "A decoder of these weights; see decoder.py."},
+    {"adapt", as_method(guarded<adapt>), METH_FASTCALL,
+     "LoRA adapters for a decoder's steps; see decoder.py."},
     {"run", as_method(guarded<run>), METH_FASTCALL,
      "One step from embedding to logits; see decoder.py."},
     {"argmax", as_method(guarded<argmax>), METH_FASTCALL, "Of each row; see logits_processors.py."},
