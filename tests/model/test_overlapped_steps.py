@@ -152,17 +152,17 @@ def draws(device: torch.device, seen=None, *, ahead: bool) -> list[list[int]]:
     found, told = [], []
     with nullcontext() if seen is None else seen.refusing():
         for at, logits in enumerate(steps):
-            drawn = sampled.begin_step()
+            step = sampled.begin_step()
             reads = StepReads(device)
             draw = sampler.begin(to_device(logits, device), seq_ids, [3 + at] * len(seq_ids), reads)
             sampled.note(seq_ids, draw.tokens)
             reads.close()
-            told.append((reads, draw, drawn))
+            told.append((reads, draw, step))
             while len(told) > ahead:
-                reads, draw, drawn = told.pop(0)
+                reads, draw, step = told.pop(0)
                 reads.wait()
                 found.append(draw().token_ids)
-                sampled.told(drawn)
+                sampled.told(step)
     for reads, draw, _ in told:
         reads.wait()
         found.append(draw().token_ids)
@@ -181,3 +181,18 @@ def test_a_count_that_is_missing_would_be_found(monkeypatch):
     expected = draws(torch.device("cpu"), ahead=False)
     monkeypatch.setattr(Sampler, "_untold", lambda *_: {})
     assert draws(torch.device("cpu"), ahead=True) != expected
+
+
+def test_a_step_that_draws_nothing_takes_no_draws_of_the_next_one_along():
+    """A chunk of a prompt is told after the step was begun that ends the prompt."""
+    sampled = SampledTokens(torch.device("cpu"))
+    chunk = sampled.begin_step()
+    end = sampled.begin_step()
+    sampled.note([7], [41])
+    sampled.told(chunk)
+    sampled.begin_step()
+    assert sampled.tokens[sampled.row_of(7)] == 41
+    sampled.told(end)
+    assert sampled.row_of(7) == 0, "it is an input of the step under way"
+    sampled.begin_step()
+    assert sampled.row_of(7) is None
