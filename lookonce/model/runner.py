@@ -185,7 +185,8 @@ class Runner:
     def _begin(self, plan: StepPlan) -> Callable[[], StepResult]:
         self._inputs, self._next_inputs = self._next_inputs, self._inputs
         step = self._sampled.begin_step()
-        self._remove(plan.finished)
+        if plan.finished:
+            self._remove(plan.finished)
         for new in plan.new:
             self._add(new)
         for change in plan.extended:

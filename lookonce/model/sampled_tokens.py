@@ -43,8 +43,9 @@ class SampledTokens:
         """Number of the step that was begun last."""
         self._drawn: list[Part] = []
         """By that step."""
-        self._rows: dict[int, int] = {}
-        """Sequence → row of `_tokens`, of the step before it."""
+        self.rows: dict[int, int] = {}
+        """Sequence → row of `tokens`, of those whose last token is only on the device: the step
+        before has drawn it."""
         self._tokens = torch.empty(0, dtype=torch.int64, device=device)
 
     def begin_step(self) -> int:
@@ -55,12 +56,12 @@ class SampledTokens:
         if drawn:
             self._drawn = []
             seq_ids = [seq_id for part, _ in drawn for seq_id in part]
-            self._rows = {seq_id: row for row, seq_id in enumerate(seq_ids)}
+            self.rows = {seq_id: row for row, seq_id in enumerate(seq_ids)}
             parts = [self._on_device(tokens) for _, tokens in drawn]
             tokens = parts[0] if len(parts) == 1 else torch.cat(parts)
             self._tokens = tokens.clamp(min=0)  # one that failed is computed once more, for nobody
-        elif self._rows:
-            self._rows = {}
+        elif self.rows:
+            self.rows = {}
         return self._step
 
     def _on_device(self, tokens: Tensor | list[int]) -> Tensor:
@@ -78,17 +79,9 @@ class SampledTokens:
             self._drawn.clear()
 
     def remove(self, seq_ids: Iterable[int]) -> None:
-        if self._rows:
+        if self.rows:
             for seq_id in seq_ids:
-                self._rows.pop(seq_id, None)
-
-    def __bool__(self) -> bool:
-        """Whether any sequence's last token is only on the device."""
-        return bool(self._rows)
-
-    def row_of(self, seq_id: int) -> int | None:
-        """Where in `tokens` this sequence's token is; None: the host knows all of its tokens."""
-        return self._rows.get(seq_id)
+                self.rows.pop(seq_id, None)
 
     @property
     def tokens(self) -> Tensor:

@@ -14,6 +14,7 @@ from lookonce.model.device import StepReads, to_device
 from lookonce.model.runner import Runner
 from lookonce.model.sampled_tokens import SampledTokens
 from lookonce.model.sampler import Sampler
+from lookonce.model.step_inputs import StepInputBuilder
 from lookonce.types.sampling import SamplingParams
 from tests.support.model.serving import (
     answers,
@@ -123,7 +124,7 @@ def test_tokens_that_were_not_taken_from_the_device_would_be_found(folder, monke
     """The control: the next step computes what the host has for the token, which is nothing."""
     loaded, cases = loaded_with_cases(folder("llama"))
     expected = serve(loaded, cases, budget=32)
-    monkeypatch.setattr(SampledTokens, "__bool__", lambda self: False)
+    monkeypatch.setattr(StepInputBuilder, "_feed", lambda *_: None)
     found = serve(loaded, cases, budget=32, overlapped=True)
     assert answers(found) != answers(expected)
 
@@ -191,8 +192,8 @@ def test_a_step_that_draws_nothing_takes_no_draws_of_the_next_one_along():
     sampled.note([7], [41])
     sampled.told(chunk)
     sampled.begin_step()
-    assert sampled.tokens[sampled.row_of(7)] == 41
+    assert sampled.tokens[sampled.rows[7]] == 41
     sampled.told(end)
-    assert sampled.row_of(7) == 0, "it is an input of the step under way"
+    assert sampled.rows == {7: 0}, "it is an input of the step under way"
     sampled.begin_step()
-    assert sampled.row_of(7) is None
+    assert not sampled.rows
