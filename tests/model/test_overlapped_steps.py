@@ -16,6 +16,7 @@ from lookonce.model.sampled_tokens import SampledTokens
 from lookonce.model.sampler import Sampler
 from lookonce.model.step_inputs import StepInputBuilder
 from lookonce.types.sampling import SamplingParams
+from tests.support.model.cases import ALL_MODELS
 from tests.support.model.serving import (
     answers,
     blocks_for_preemption,
@@ -81,7 +82,7 @@ def refused(monkeypatch: pytest.MonkeyPatch) -> Callable:
     return refuse
 
 
-@pytest.mark.parametrize("kind", ["llama", "llava", "qwen2_5_vl"])
+@pytest.mark.parametrize("kind", ["llama", "llava", "qwen2_5_vl"] if ALL_MODELS else ["llava"])
 def test_answers_are_those_of_steps_that_are_waited_for(kind, folder, begun):
     """Chunks, pictures, prefix hits and log-probabilities of prompts; then preemptions."""
     loaded, cases = loaded_with_cases(folder(kind))
@@ -106,7 +107,7 @@ def test_samples_of_one_request(folder, begun):
     assert begun.ahead > 10
 
 
-@pytest.mark.parametrize("kind", ["llama", "llava"])
+@pytest.mark.parametrize("kind", ["llama", "llava"] if ALL_MODELS else ["llava"])
 def test_on_a_device_nothing_is_waited_for_between_two_steps(kind, folder, begun, refused):
     loaded, cases = loaded_with_cases(folder(kind))
     options = {"backend": ReferenceBackend(), "num_tokens": 6, "budget": 32}
