@@ -145,6 +145,9 @@ class Planner:
     def _note(self, step: StepPass) -> None:
         """Remember what its update needs, since the next plan may be made before that."""
         shares, connector = self.decode_shares, self._encoder_connector
+        if not (step.new or step.encode or shares.measures):
+            self._notes[self.step_id] = NO_NOTES
+            return
         self._notes[self.step_id] = PlanNotes(
             shares.planned_at,
             shares.measures,
@@ -366,6 +369,10 @@ class PlanNotes(msgspec.Struct, frozen=True, gc=False):
     """When it was made, if it encodes anything."""
     encoding: list[tuple[bytes, int]]
     """(key, rows) that it encodes and that external tiers are to keep."""
+
+
+NO_NOTES = PlanNotes(0.0, False, [], 0.0, [])
+"""Of most plans, which only decode."""
 
 
 def _holds_nothing(sequence: Sequence) -> bool:

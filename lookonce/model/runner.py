@@ -188,8 +188,9 @@ class Runner:
 
     def _begin(self, plan: StepPlan) -> Callable[[], StepResult]:
         self._inputs, self._next_inputs = self._next_inputs, self._inputs
-        drawn = self._sampled.begin_step()
-        self._remove(plan.finished)
+        step = self._sampled.begin_step()
+        if plan.finished:
+            self._remove(plan.finished)
         for new in plan.new:
             self._add(new)
         for change in plan.extended:
@@ -217,7 +218,7 @@ class Runner:
         def finish() -> StepResult:
             reads.wait()
             output.finish()
-            self._sampled.told(drawn)
+            self._sampled.told(step)
             if self._encoder.check(report):
                 for seq_id, keys in keys_read.items():
                     if any(key in report.failed for key in keys):

@@ -39,27 +39,30 @@ class SampledTokens:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._step = 0
+        """Number of the step that was begun last."""
         self._drawn: list[Part] = []
-        """By the step that was begun last."""
-        self._rows: dict[int, int] = {}
-        """Sequence → row of `_tokens`, of the step before it."""
+        """By that step."""
+        self.rows: dict[int, int] = {}
+        """Sequence → row of `tokens`, of those whose last token is only on the device: the step
+        before has drawn it."""
         self._tokens = torch.empty(0, dtype=torch.int64, device=device)
 
-    def begin_step(self) -> list[Part]:
+    def begin_step(self) -> int:
         """A step begins: what the one before it has drawn, and has not told, are its inputs.
-        Returns where this step's draws are noted, for `forget`."""
+        Returns its number, for `told`."""
+        self._step += 1
         drawn = self._drawn
-        if not drawn:
-            if self._rows:
-                self._rows = {}
-            return drawn
-        self._drawn = []
-        seq_ids = [seq_id for part, _ in drawn for seq_id in part]
-        self._rows = {seq_id: row for row, seq_id in enumerate(seq_ids)}
-        parts = [self._on_device(tokens) for _, tokens in drawn]
-        tokens = parts[0] if len(parts) == 1 else torch.cat(parts)
-        self._tokens = tokens.clamp(min=0)  # a sequence that failed is computed once more, for none
-        return self._drawn
+        if drawn:
+            self._drawn = []
+            seq_ids = [seq_id for part, _ in drawn for seq_id in part]
+            self.rows = {seq_id: row for row, seq_id in enumerate(seq_ids)}
+            parts = [self._on_device(tokens) for _, tokens in drawn]
+            tokens = parts[0] if len(parts) == 1 else torch.cat(parts)
+            self._tokens = tokens.clamp(min=0)  # one that failed is computed once more, for nobody
+        elif self.rows:
+            self.rows = {}
+        return self._step
 
     def _on_device(self, tokens: Tensor | list[int]) -> Tensor:
         if isinstance(tokens, list):
@@ -70,26 +73,15 @@ class SampledTokens:
         """The step that was begun last has drawn these."""
         self._drawn.append((seq_ids, tokens))
 
-    def told(self, drawn: list[Part]) -> None:
+    def told(self, step: int) -> None:
         """What a step has drawn is on the host: the next one does not take it from the device."""
-        if drawn is self._drawn:
-            drawn.clear()
+        if step == self._step:
+            self._drawn.clear()
 
     def remove(self, seq_ids: Iterable[int]) -> None:
-        if self._rows:
+        if self.rows:
             for seq_id in seq_ids:
-                self._rows.pop(seq_id, None)
-
-    def __bool__(self) -> bool:
-        """Whether any sequence's last token is only on the device."""
-        return bool(self._rows)
-
-    def __len__(self) -> int:
-        return len(self._tokens)
-
-    def row_of(self, seq_id: int) -> int | None:
-        """Where in `tokens` this sequence's token is; None: the host knows all of its tokens."""
-        return self._rows.get(seq_id)
+                self.rows.pop(seq_id, None)
 
     @property
     def tokens(self) -> Tensor:

@@ -196,12 +196,13 @@ class Sampler:
 
     def _untold(self, seq_ids: Sequence[int], states: list[_SequenceState]) -> Mapping[int, Tensor]:
         """Row → the token [] before it, of rows with penalties whose token is not counted yet."""
-        if not self._sampled:
+        if self._sampled is None or not self._sampled.rows:
             return NONE_UNTOLD
+        rows = self._sampled.rows
         return {
             row: self._sampled.tokens[at]
             for row, (seq_id, state) in enumerate(zip(seq_ids, states, strict=True))
-            if state.counts is not None and (at := self._sampled.row_of(seq_id)) is not None
+            if state.counts is not None and (at := rows.get(seq_id)) is not None
         }
 
     def _tokens_of(self, params: SamplingParams) -> NamedTokens:

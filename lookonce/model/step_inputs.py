@@ -106,7 +106,7 @@ class StepInputBuilder:
         """The inputs of `scheduled`, which is not empty and whose blocks are in the batch."""
         self._fence.wait()
         inputs = self._build_decodes(scheduled) or self._build_any(scheduled)
-        if self._sampled:
+        if self._sampled.rows:
             self._feed(scheduled, inputs.token_ids)
         if self._encoder_decoder:
             inputs = replace(inputs, readers=self._readers(scheduled))
@@ -118,7 +118,7 @@ class StepInputBuilder:
         to, rows, at = [], [], -1
         for chunk in scheduled:
             at += chunk.num_tokens
-            row = self._sampled.row_of(chunk.seq_id)
+            row = self._sampled.rows.get(chunk.seq_id)
             if row is not None:
                 to.append(at)
                 rows.append(row)

@@ -105,7 +105,7 @@ def on_cpu_and_device(folder, steps: Steps, **options) -> tuple[Served, Served, 
     return found, expected, cases
 
 
-@pytest.mark.parametrize("kind", ALL_KINDS if ALL_MODELS else ["llama", "llava"])
+@pytest.mark.parametrize("kind", ALL_KINDS if ALL_MODELS else ["llava"])
 def test_whole_steps_wait_once_and_answer_as_on_a_cpu(kind, folder, steps):
     """Chunked prefill, mixed batches, encoder runs and prompt log-probabilities."""
     scored = {0: 2, 1: 0}

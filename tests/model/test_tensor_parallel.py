@@ -26,6 +26,7 @@ from lookonce.model.loader import LoadedModel, load_model
 from lookonce.model.tensor_parallel import divide
 from lookonce.types.step import DropTokens, StepPlan, StepResult
 from tests.support.model import serving
+from tests.support.model.cases import ALL_MODELS
 from tests.support.model.serving import (
     answers,
     blocks_for_preemption,
@@ -145,7 +146,10 @@ def parallel(monkeypatch: pytest.MonkeyPatch):
     return serve_ranks
 
 
-@pytest.mark.parametrize(("kind", "size"), [("llama", 2), ("qwen2_5_vl", 2), ("qwen3", 4)])
+RANKS = [("qwen2_5_vl", 2), ("qwen3", 4), *([("llama", 2), ("llava", 2)] if ALL_MODELS else ())]
+
+
+@pytest.mark.parametrize(("kind", "size"), RANKS)
 def test_answers_are_those_of_one_process(kind, size, folder, parallel):
     """Heads of keys and values are divided, or shared; queries have a bias, or norms."""
     whole, cases = loaded_with_cases(folder(kind))
@@ -155,7 +159,7 @@ def test_answers_are_those_of_one_process(kind, size, folder, parallel):
     blocks = [each.kv_pages(4, 4).num_bytes for each in (*ranks, whole)]
     heads = whole.family.num_kv_heads
     assert blocks == [blocks[-1] * max(1, heads // size) // heads] * size + [blocks[-1]]
-    options = {"num_blocks": blocks_for_preemption(cases, 4)} if kind == "llama" else {}
+    options = {"num_blocks": blocks_for_preemption(cases, 4)} if kind == "qwen3" else {}
     for overlapped in (False, True):
         found = parallel(
             ranks, cases, budget=48, prompt_logprobs={0: 1}, overlapped=overlapped, **options
