@@ -119,7 +119,7 @@ class Pass {
   public:
     Pass(const Model<T, W>& model, const Step& step)
         : m(model), s(step), tokens(step.attention.num_tokens()),
-          threads(step.attention.num_threads) {}
+          threads(worthwhile(step.attention.num_threads)) {}
 
     // DONE, or why nothing was computed: AXES_DIFFER, UNKNOWN_TOKEN, or above 0 the number of
     // positions that the tables of cos and sin must hold.
@@ -144,6 +144,20 @@ class Pass {
     T *qkv, *answer;
     std::vector<float> many_floats;
     std::vector<T> many_halves;
+
+    // As many of the threads as find enough to read or to multiply in a product of average size: the
+    // more there are, the more often they wait for each other.
+    int worthwhile(int num_threads) const {
+        constexpr int64_t BYTES = 128 << 10;  // are worth one more thread, as THREAD_WORK is
+        int64_t weights = m.head.weights();
+        for (const Layer<T, W>& layer : m.layers)
+            weights += layer.qkv.weights() + layer.out.weights() + layer.gate_up.weights() +
+                       layer.down.weights();
+        const int64_t average = weights / int64_t(4 * m.layers.size() + 1);
+        const int64_t most = std::max<int64_t>(average * sizeof(W) / BYTES,
+                                               average * tokens / THREAD_WORK);
+        return int(std::clamp<int64_t>(most, 1, std::max(num_threads, 1)));
+    }
 
     int64_t check() const {
         int64_t highest = -1;

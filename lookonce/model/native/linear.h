@@ -35,6 +35,7 @@ struct Linear {
     int64_t inputs, outputs;
     int64_t width = outputs;        // of a row of y, of which these outputs are a part
     const float* scales = nullptr;  // [outputs], or null: all are 1
+    int64_t weights() const { return inputs * outputs; }
 };
 
 // Tokens prepared for some weights: rows of whole steps, zero past their inputs.
