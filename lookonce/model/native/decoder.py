@@ -2,10 +2,10 @@
 
 With a handful of tokens in a step a small model spends more time between torch's operators than in
 them. Here the whole text model runs from embedding to logits without returning to Python, over the
-same weights and pages, and with the LoRA adapters of its tokens. Beyond `MAX_TOKENS` torch's products of floats are as fast or ahead: such
-steps are left to it, as is every step whose rope axes differ (media in the chunk). Weights that
-torch cannot multiply as they are, int8 and bf16 without instructions for it, are met here by any
-number of tokens.
+same weights and pages, and with the LoRA adapters of its tokens. Beyond `MAX_TOKENS` torch's
+products of floats are as fast or ahead: such steps are left to it, as is every step whose rope axes
+differ (media in the chunk). Weights that torch cannot multiply as they are, int8 and bf16 without
+instructions for it, are met here by any number of tokens.
 """
 
 from __future__ import annotations
