@@ -102,7 +102,7 @@ test-models: $(STAMP)
 # Skipped by name without one.
 test-cuda: $(STAMP)
 	@if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
-	  ALL_MODELS=1 TEST_CUDA=1 $(BIN)/python -m pytest --timeout 900 -n0 tests/model/test_device_waits.py tests/model/test_overlapped_steps.py && $(BIN)/lookonce doctor --gpu; \
+	  ALL_MODELS=1 TEST_CUDA=1 $(BIN)/python -m pytest --timeout 900 -n0 tests/model/test_device_waits.py tests/model/test_overlapped_steps.py tests/model/test_decode_graphs.py && $(BIN)/lookonce doctor --gpu; \
 	else echo "test-cuda: skipped, torch finds no NVIDIA GPU here"; fi
 
 # Two processes that compute one model, on the CPU: a real server's answers, and what becomes of it when one dies.

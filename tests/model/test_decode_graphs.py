@@ -14,7 +14,7 @@ from torch.nn import functional
 from lookonce.model import runner as runner_module
 from lookonce.model.attention.backend import AttentionCall, AttentionMetadata
 from lookonce.model.attention.reference import ReferenceBackend, write_pages
-from lookonce.model.decode_graphs import decode_sizes
+from lookonce.model.decode_graphs import CudaGraphs, decode_sizes
 from lookonce.model.kv_pages import LayerPages
 from lookonce.model.text_model import TextModel
 from tests.support.model.cases import ALL_MODELS
@@ -24,7 +24,13 @@ from tests.support.model.serving import (
     loaded_with_cases,
     serve,
 )
-from tests.support.simulated_device import DeviceWaitError, SimulatedGraphs, simulated_device
+from tests.support.simulated_device import (
+    ON_CUDA,
+    DeviceWaitError,
+    SimulatedGraphs,
+    accelerator,
+    simulated_device,
+)
 
 SIZES = (1, 2, 4, 8)
 
@@ -141,4 +147,19 @@ def test_sizes_without_memory_are_computed_one_operation_after_the_other(folder)
     options = {"backend": PaddedBackend(), "num_tokens": 6, "budget": 48}
     expected = serve(loaded, cases, **options)
     found = serve(loaded, cases, decode_sizes=SIZES, capture=lambda body: None, **options)
+    assert answers(found) == answers(expected)
+
+
+@pytest.mark.skipif(not ON_CUDA, reason="only a GPU has them: make test-cuda")
+@pytest.mark.parametrize("overlapped", [False, True])
+def test_cuda_graphs_give_the_same_answers(folder, overlapped):
+    loaded, cases = loaded_with_cases(folder("llama"))
+    options = {"backend": PaddedBackend(), "num_tokens": 8, "budget": 48}
+    expected = serve(loaded, cases, **options)
+    with accelerator() as (device, _):
+        there, _ = loaded_with_cases(folder("llama"), str(device))
+        graphs = CudaGraphs(device, 1 << 30)
+        found = serve(
+            there, cases, decode_sizes=SIZES, capture=graphs, overlapped=overlapped, **options
+        )
     assert answers(found) == answers(expected)
