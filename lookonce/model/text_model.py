@@ -2,8 +2,8 @@
 
 Three decoders compute the same logits; a step uses the first that can compute it:
 
-    NativeDecoder         few tokens of a plain decoder on a CPU, or any number with weights that torch
-                          does not multiply as they are: one call of compiled code
+    NativeDecoder         few tokens of a plain decoder on a CPU, or any number with weights that
+                          torch does not multiply as they are: one call of compiled code
     FusedDecoder          a plain decoder: torch's operators over the same weights
     TransformersDecoder   any other: transformers' own forward
 """
