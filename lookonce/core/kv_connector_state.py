@@ -122,7 +122,10 @@ class KVConnectorState:
         if blocks is None:
             return LoadDecision.NO_ROOM
         snapshot = None
-        if self._snapshots is not None and (snapshot := self._snapshots.reserve()) is None:
+        if (
+            self._snapshots is not None
+            and (snapshot := self._snapshots.reserve(at_once=True)) is None
+        ):
             self._pool.release(blocks)
             return LoadDecision.COMPUTE
         request_id, num_local = sequence.request.request_id, len(cached)

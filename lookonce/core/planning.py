@@ -689,7 +689,7 @@ class Chunker:
         features = sequence.request.features
         snapshots = self._snapshots
         if not sequence.announced:
-            snapshot = None if snapshots is None else snapshots.unpin(sequence)
+            snapshot = None if snapshots is None else snapshots.announce(sequence)
             sequence.known_since = step.step_id
             step.new.append(_announce(sequence, snapshot))
         step.scheduled.append(

@@ -132,6 +132,8 @@ class Scheduler:
         it computes for a sequence that has ended, or lost its blocks, is taken.
         """
         notes = self._planner.take_notes(plan)
+        if self._state.snapshot_planner is not None:
+            self._state.snapshot_planner.note_done()
         if plan.new or notes.shared:
             self._planner.decode_shares.note_done(
                 plan, notes.encode_owners, notes.planned_at, measured=notes.shared
@@ -551,7 +553,8 @@ class UpdateFromOutput:
         """Tell subscribers of a prompt whose last token was computed."""
         pool, request = self._state.block_pool, sequence.request
         num_full = min(request.num_prompt_tokens // pool.block_size, len(sequence.block_hashes))
-        told = [request.features[at] for at in range(min(len(request.features), MAX_ITEMS_TOLD))]
+        count = 0 if request.session is not None else min(len(request.features), MAX_ITEMS_TOLD)
+        told = [request.features[at] for at in range(count)]  # a session forgets its first ones
         keys = tuple(feature.key for feature in told)
         if request.adapted is not None:
             keys = request.adapted.sent(keys)

@@ -46,6 +46,8 @@ class StateSnapshots:
         self._held: OrderedDict[bytes, int] = OrderedDict()
         self._pins: Counter[bytes] = Counter()
         self._reserved: set[int] = set()
+        self.being_copied: set[int] = set()
+        """Slots that a step under way copies to its sequences before it computes anything."""
         self._forgotten: dict[int, int] = {}
         """Slots that were pinned when all were forgotten, and their pins."""
 
@@ -57,16 +59,20 @@ class StateSnapshots:
     def holds(self, block_hash: bytes) -> bool:
         return block_hash in self._held
 
-    def reserve(self) -> int | None:
+    def reserve(self, *, at_once: bool = False) -> int | None:
         """A slot to write to, if need be that of the snapshot used longest ago; None where all are
-        pinned or reserved."""
-        if not self._free:
-            oldest = next((each for each in self._held if not self._pins[each]), None)
+        pinned or reserved. `at_once`: it is written while a step runs, so none that this copies."""
+        busy = self.being_copied if at_once else ()
+        slot = next((each for each in reversed(self._free) if each not in busy), None)
+        if slot is None:
+            held = self._held.items()
+            oldest = next((h for h, at in held if not self._pins[h] and at not in busy), None)
             if oldest is None:
                 return None
             self.num_evictions += 1
+            slot = self._held[oldest]
             self.drop(oldest)
-        slot = self._free.pop()
+        self._free.remove(slot)
         self._reserved.add(slot)
         return slot
 
@@ -211,13 +217,20 @@ class SnapshotPlanner:
         for _, slot in sequence.pending_snapshots:
             self._snapshots.release(slot)
         sequence.pending_snapshots.clear()
-        self.unpin(sequence)
+        if sequence.pinned_snapshot is not None:
+            self._snapshots.unpin(*sequence.pinned_snapshot)
+            sequence.pinned_snapshot = None
 
-    def unpin(self, sequence: Sequence) -> int | None:
+    def announce(self, sequence: Sequence) -> int | None:
         """The runner is told of the snapshot that a sequence begins with; its slot."""
         if sequence.pinned_snapshot is None:
             return None
         block_hash, slot = sequence.pinned_snapshot
         self._snapshots.unpin(block_hash, slot)
+        self._snapshots.being_copied.add(slot)
         sequence.pinned_snapshot = None
         return slot
+
+    def note_done(self) -> None:
+        """The step has ended: what was announced for it is copied."""
+        self._snapshots.being_copied.clear()

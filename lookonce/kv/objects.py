@@ -120,10 +120,11 @@ STATE_VERSION = 1
 
 def state_piece_keys(block_hash: bytes, pieces: StatePieces) -> list[bytes]:
     """The 32-byte key of each piece of the state after a block."""
-    head = b"lookonce.state-piece\0" + block_hash
-    return [
-        blake3(head + number.to_bytes(8, "little")).digest() for number in range(pieces.num_pieces)
-    ]
+    return [state_piece_key(block_hash, number) for number in range(pieces.num_pieces)]
+
+
+def state_piece_key(block_hash: bytes, number: int) -> bytes:
+    return blake3(b"lookonce.state-piece\0" + block_hash + number.to_bytes(8, "little")).digest()
 
 
 OUTPUT_VERSION = 1

@@ -27,7 +27,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from lookonce.kv.chain import GuardedTier, TierChain
-from lookonce.kv.objects import state_piece_keys
+from lookonce.kv.objects import state_piece_key, state_piece_keys
 from lookonce.kv.tier import Reason
 from lookonce.types.kv import StatePieces
 from lookonce.types.ports import KVPageCopier, StateCopier
@@ -246,7 +246,7 @@ class Transfers:
         None where no state was found and some tier could not say.
         """
         held = len(sources)
-        firsts = [state_piece_keys(key, self._pieces)[0] for key in keys[:held]]
+        firsts = [state_piece_key(key, 0) for key in keys[:held]]
         found, unsure = self._chain.locate(firsts, states=True)
         leased = [(key, tier) for key, tier in zip(firsts, found, strict=True) if tier is not None]
         self._chain.release([key for key, _ in leased], [tier for _, tier in leased])

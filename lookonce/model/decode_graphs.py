@@ -113,15 +113,17 @@ class DecodeGraphs:
 
     def logits(self, inputs: StepInputs) -> Tensor | None:
         """Logits [B, V] of a decode step, valid until the next call; None for a step that is larger
-        than every size."""
+        than every size, or whose size could not be captured."""
         count = len(inputs.token_ids)
         at = bisect_left(self._sizes, count)
         if at == len(self._sizes):
             return None
         size = self._sizes[at]
+        graph = self._graphs.get(size)
+        if graph is None and self._capture is not None:
+            return None
         self._fill(inputs, count)
         self._fill_padding(count, size)
-        graph = self._graphs.get(size)
         if graph is not None:
             return graph()[:count]
         lengths = (*inputs.metadata.context_lens, *(1,) * (size - count))
@@ -197,16 +199,24 @@ class CudaGraphs:
         self._device = device
         self._max_bytes = max_bytes
         self._pool = torch.cuda.graph_pool_handle()
-        self._before = torch.cuda.memory_reserved(device)
+        self._before: int | None = None
+        """Bytes reserved before the first capture; the KV cache is among them."""
 
     def __call__(self, body: Body) -> Body | None:
-        if torch.cuda.memory_reserved(self._device) - self._before > self._max_bytes:
+        reserved = torch.cuda.memory_reserved(self._device)
+        if self._before is None:
+            self._before = reserved
+        if reserved - self._before > self._max_bytes:
             return None
-        body()  # libraries set themselves up at their first call, which cannot be captured
-        torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            logits = body()
+        try:
+            body()  # libraries set themselves up at their first call, which cannot be captured
+            torch.cuda.synchronize(self._device)
+            with torch.cuda.graph(graph, pool=self._pool):
+                logits = body()
+        except torch.OutOfMemoryError:
+            torch.cuda.empty_cache()
+            return None
 
         def replay() -> Tensor:
             graph.replay()

@@ -255,9 +255,8 @@ class StepLoRA:
         lengths, adapters = self._given
         rows = [[layout.get(adapter, _NOWHERE) for layout in layouts] for adapter in adapters]
         repeats = torch.tensor(lengths)
-        found = (
-            torch.tensor(rows, dtype=torch.float64).repeat_interleave(repeats, 0).transpose(0, 1)
-        )
+        told = torch.tensor(rows, dtype=torch.float64).reshape(len(rows), len(layouts), 3)
+        found = told.repeat_interleave(repeats, 0).transpose(0, 1)
         bounds = found[..., :2].to(torch.int32).contiguous()
         self._spans = layouts, (bounds, found[..., 2].float().contiguous())
         return self._spans[1]
@@ -283,7 +282,9 @@ class StepLoRA:
                 given = inputs[rows]
                 mask = self._mask(layer)[seen : seen + len(given)]
                 seen += len(given)
-                _add_product(outputs[rows], linear(given, layer.a) * mask, layer.b)
+                # Nothing of other adapters stays, not even what is infinite there.
+                down = (linear(given, layer.a) * mask).masked_fill_(mask == 0, 0)
+                _add_product(outputs[rows], down, layer.b)
             elif (span := layer.layout.get(adapter)) is not None:
                 ranks = slice(span.start, span.end)
                 down = linear(inputs[rows], layer.a[ranks])

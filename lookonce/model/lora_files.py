@@ -141,10 +141,11 @@ def read_adapter(
                 rank, scale = _rank_and_scale(config, trained)
                 _check_shapes(trained, shapes, rank, module, max_rank)
                 a, b = (file.get_tensor(key) for key in pairs[trained])
-                if not bool(a.isfinite().all() and b.isfinite().all()):
-                    raise _refused(f"its matrices for {trained} are not finite")
                 digests.add(name, a, b, scale, changes_encoder=name in layers.encoder)
-                found[name] = LoRALayer(a.to(like), b.t().to(like).contiguous(), scale)
+                layer = LoRALayer(a.to(like), b.t().to(like).contiguous(), scale)
+                if not bool(layer.a.isfinite().all() and layer.b.isfinite().all()):
+                    raise _refused(f"its matrices for {trained} are not finite as {like.dtype}")
+                found[name] = layer
     except FileNotFoundError:
         raise _no_weights(folder) from None
     except (OSError, SafetensorError) as error:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from lookonce.core.state_snapshots import StateSnapshots
+from lookonce.core.state_snapshots import SnapshotPlanner, StateSnapshots
 from tests.support.core.builders import GREEDY, Limits, key, model_info, request, text
 from tests.support.core.engine import Engine
 
@@ -198,3 +200,17 @@ def test_samples_of_one_request_begin_with_the_snapshot_of_their_prompt(resets):
     assert begun == (0 if resets else 2)
     one.scheduler.reset_prefix_cache()
     assert one.scheduler.stats()["state_cache_bytes"] == 0
+
+
+def test_a_load_takes_no_slot_that_a_step_copies():
+    """A step's sequence begins with the only snapshot; what is loaded meanwhile goes elsewhere."""
+    snapshots = StateSnapshots(1, 10)
+    planner = SnapshotPlanner(snapshots, 4)
+    slot = snapshots.reserve()
+    snapshots.register(slot, b"a")
+    sequence = SimpleNamespace(pinned_snapshot=(b"a", snapshots.pin(b"a")))
+    assert planner.announce(sequence) == slot
+    assert snapshots.reserve(at_once=True) is None
+    planner.note_done()
+    assert snapshots.reserve(at_once=True) == slot
+    snapshots.check_integrity()

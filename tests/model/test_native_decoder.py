@@ -276,6 +276,16 @@ def test_each_token_takes_its_own_adapter(
     )
 
 
+def test_adapters_of_encoders_alone_change_nothing_of_the_decoder() -> None:
+    family = odd_llama()
+    subject, layers = subject_of(family), adaptable_layers(family)
+    elsewhere = LoadedAdapters(layers, [LoRAAdapter(LoRAIdentity(b"1"), 4, {})])
+    plain = decode_inputs(subject, [5, 9])
+    found = subject.native.logits(plain._replace(lora=StepLoRA(elsewhere, [1, 1], [b"1", b""])))
+    assert found is not None
+    assert found.equal(subject.native.logits(plain))
+
+
 def test_a_chunk_with_an_adapter_beside_decodes() -> None:
     family = odd_llama()
     subject, loaded = subject_of(family), some_adapters(family, torch.float32)

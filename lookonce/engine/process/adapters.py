@@ -212,7 +212,15 @@ class EngineAdapters:
             if isinstance(job, bytes) and job in self._uses:
                 continue  # it was loaded again meanwhile
             self._running = job
-            threading.Thread(target=self._work, args=(job,), name="adapters", daemon=True).start()
+            thread = threading.Thread(target=self._work, args=(job,), name="adapters", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:  # the system has no more threads
+                self._running = None
+                if isinstance(job, Load):
+                    refused = RequestFailedError(f"the adapter could not be loaded: {error}")
+                    self._done.append((job, refused))
+                    self.wake()
 
     def _work(self, job: Load | bytes) -> None:
         load = job if isinstance(job, Load) else None

@@ -264,6 +264,7 @@ class InputThread:
 
     def _hello(self, sender: str, message: Hello) -> None:
         """A sender has (re)connected: nobody reads what ran for its earlier connection."""
+        self._answer_adapters(self._adapter_answers.forget(sender))
         self._end_requests(sender)
         self._slabs.end(sender)
         self._lost.pop(sender, None)

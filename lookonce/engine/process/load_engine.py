@@ -153,6 +153,8 @@ def _load_fitted(
     group: TensorParallelGroup | None = None,
 ) -> FittedModel:
     examples = partial(media_examples, model.folder, model.dtype)
+    if (device := torch.device(model.device)).type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)  # events and captures are of the current device
     loaded = load_model(model, progress, examples, group)
     backend, block_size = attention_of(loaded, settings.kv)
     num_blocks = _num_blocks(loaded, settings.kv, block_size)
@@ -187,7 +189,8 @@ def make_runner(
     """A runner with as many blocks as `pool`; `threads` None: torch's setting stays."""
     sizes: tuple[int, ...] = ()
     capture = None
-    if loaded.device.type == "cuda" and settings.model.cuda_graph_bytes and loaded.group is None:
+    captures = loaded.device.type == "cuda" and settings.model.cuda_graph_bytes > 0
+    if captures and loaded.group is None and loaded.info.pooling is None:
         sizes = decode_sizes(settings.scheduler.max_num_seqs)
         capture = CudaGraphs(loaded.device, settings.model.cuda_graph_bytes)
     spare = SCRATCH_BLOCKS if sizes else 0

@@ -94,13 +94,13 @@ class ParallelRunner:
         try:
             self._ranks.send(plan)
             finish = self._runner.begin(plan)
-        except (OSError, RuntimeError, ValueError, TypeError, KeyError) as error:
+        except Exception as error:
             raise DeviceLostError("a step failed on one of several ranks") from error
 
         def finished() -> StepResult:
             try:
                 return finish()
-            except RuntimeError as error:
+            except Exception as error:
                 raise DeviceLostError("a step failed on one of several ranks") from error
 
         return finished

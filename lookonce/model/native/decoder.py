@@ -155,7 +155,7 @@ class NativeDecoder:
     def _run(self, inputs: DecodeInputs, logits: Tensor) -> int:
         metadata = inputs.metadata
         adapters: tuple[object, ...] = (None, None, None)
-        if inputs.lora is not None:
+        if inputs.lora is not None and inputs.lora.loaded.decoder:
             bound = self._bound(inputs.lora.loaded)
             adapters = (bound.handle, *inputs.lora.spans(bound.layouts))
         return _kernels().run(
