@@ -351,9 +351,12 @@ class Services(Frontend):
 
     def require_model(self, name: str | None) -> str:
         """The name of what is served under `name`: the model, also where that is left out, or an
-        adapter. Raises `ModelNotFoundError`."""
+        adapter. Raises `ModelNotFoundError`, and `NotReadyError` where the engine has yet to tell
+        its adapters."""
         served = self.config.model.served_name
         if name and name != served and self.engine.adapters.get(name) is None:
+            if self.config.lora is not None and self.engine.state == "starting":
+                raise NotReadyError("the model and its adapters are still loading")
             adapters = self.engine.adapters.names()
             raise ModelNotFoundError(
                 f"the model {name[:200]!r} is not served here; "

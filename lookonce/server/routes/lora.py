@@ -36,7 +36,8 @@ async def load_lora_adapter(request: Request) -> Response:
     body = await receive(request, LoadLoRAAdapterRequest)
     if not LORA_NAME.fullmatch(body.lora_name):
         raise BadRequestError(
-            "lora_name takes 1 to 128 letters, digits and . _ : / @ -", param="lora_name"
+            "lora_name takes 1 to 128 letters, digits and . _ : / @ -, the first a letter or digit",
+            param="lora_name",
         )
     if body.lora_name == services.config.model.served_name:
         raise BadRequestError("lora_name is the name of the model", param="lora_name")
@@ -75,7 +76,7 @@ def _checked_folder(path: str, config: LoRAConfig) -> str:
     root = Path(config.folder or "")
     try:
         found = (root / path).resolve()
-        inside = found.is_relative_to(root) and found.is_dir()
+        inside = found != root and found.is_relative_to(root) and found.is_dir()
     except (OSError, ValueError, RuntimeError):  # too long, a NUL byte, or links in a circle
         inside = False
     if not inside:

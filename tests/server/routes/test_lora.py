@@ -8,6 +8,7 @@ import shutil
 import pytest
 
 from lookonce.config import ModelConfig
+from lookonce.engine.client.engine_client import EngineClient
 from lookonce.model.loader import load_model
 from tests.support.model.adapters import make_adapter
 from tests.support.nodes import engine_node, run
@@ -48,7 +49,7 @@ async def ask(node, model=None, **options):
     return answer["choices"][0]["text"]
 
 
-def test_requests_name_adapters_as_models(folder, adapters):
+def test_requests_name_adapters_as_models(folder, adapters, monkeypatch):
     async def scenario(node):
         models = (await node.http.get("/v1/models")).json()["data"]
         assert [(m["id"], m["parent"]) for m in models] == [("m", None), ("a", "m"), ("b", "m")]
@@ -60,6 +61,11 @@ def test_requests_name_adapters_as_models(folder, adapters):
         missing = await node.post("/v1/completions", body("c"))
         assert missing.status_code == 404
         assert "'c'" in missing.json()["error"]["message"]
+        nothing = await node.post(LOAD, {"lora_name": "x", "lora_path": ""})
+        assert nothing.status_code in (400, 403)
+        # As long as the engine has not told its adapters, nobody knows that there is no such one.
+        monkeypatch.setattr(EngineClient, "state", property(lambda _: "starting"))
+        assert (await node.post("/v1/completions", body("c"))).status_code == 503
 
     on_node(folder, scenario, lora=(f"a={adapters / 'one'}", f"b={adapters / 'two'}"))
 
