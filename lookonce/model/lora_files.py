@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
+import stat
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -18,7 +20,8 @@ from typing import Any
 import regex
 import torch
 from blake3 import blake3
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
+from safetensors.torch import load as load_tensors
 from torch import Tensor, nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, apply_renamings
@@ -40,6 +43,10 @@ CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 PICKLE_FILE = "adapter_model.bin"
 MAX_CONFIG_BYTES = 1 << 20
+MAX_PATTERNS = 256
+"""Of ranks and of alphas: each is compared with each layer's name."""
+FILE_SLACK = 64 << 20
+"""Bytes of a header."""
 MATCH_SECONDS = 0.2
 """How long an expression may take for one layer."""
 PREFIX = "base_model.model."
@@ -127,25 +134,27 @@ def read_adapter(
     config = _read_config(folder)
     _refuse_settings(config)
     try:
-        with safe_open(folder / WEIGHTS_FILE, framework="pt") as file:
-            pairs = _pairs(list(file.keys()))
-            digests = _Digests()
-            found: dict[str, LoRALayer] = {}
-            for trained in sorted(pairs):
-                name, module = _find(family, layers, trained)
-                if name in found:
-                    raise _refused(f"it changes {name} twice")
-                if not _is_targeted(config, trained):
-                    raise _refused(f"it has matrices for {trained}, not one of its target_modules")
-                shapes = [tuple(file.get_slice(key).get_shape()) for key in pairs[trained]]
-                rank, scale = _rank_and_scale(config, trained)
-                _check_shapes(trained, shapes, rank, module, max_rank)
-                a, b = (file.get_tensor(key) for key in pairs[trained])
-                digests.add(name, a, b, scale, changes_encoder=name in layers.encoder)
-                layer = LoRALayer(a.to(like), b.t().to(like).contiguous(), scale)
-                if not bool(layer.a.isfinite().all() and layer.b.isfinite().all()):
-                    raise _refused(f"its matrices for {trained} are not finite as {like.dtype}")
-                found[name] = layer
+        # Read, not mapped: a page of a file that somebody cuts short would end this process.
+        tensors = load_tensors(_read_file(folder / WEIGHTS_FILE, _most_bytes(layers, max_rank)))
+        pairs = _pairs(list(tensors))
+        digests = _Digests()
+        found: dict[str, LoRALayer] = {}
+        for trained in sorted(pairs):
+            name, module = _find(family, layers, trained)
+            if name in found:
+                raise _refused(f"it changes {name} twice")
+            if not _is_targeted(config, trained):
+                raise _refused(f"it has matrices for {trained}, not one of its target_modules")
+            a, b = (tensors[key] for key in pairs[trained])
+            rank, scale = _rank_and_scale(config, trained)
+            _check_shapes(trained, [tuple(a.shape), tuple(b.shape)], rank, module, max_rank)
+            if not (a.is_floating_point() and b.is_floating_point()):
+                raise _refused(f"its matrices for {trained} are {a.dtype} and {b.dtype}")
+            digests.add(name, a, b, scale, changes_encoder=name in layers.encoder)
+            layer = LoRALayer(a.to(like), b.t().to(like).contiguous(), scale)
+            if not bool(layer.a.isfinite().all() and layer.b.isfinite().all()):
+                raise _refused(f"its matrices for {trained} are not finite as {like.dtype}")
+            found[name] = layer
     except FileNotFoundError:
         raise _no_weights(folder) from None
     except (OSError, SafetensorError) as error:
@@ -153,6 +162,26 @@ def read_adapter(
     if not found:
         raise _refused(f"{WEIGHTS_FILE} has no matrices")
     return LoRAAdapter(digests.identity(), max(len(layer.a) for layer in found.values()), found)
+
+
+def _most_bytes(layers: AdaptableLayers, max_rank: int) -> int:
+    """Of a file of weights: many times what an adapter of the highest rank takes in float64, so
+    that a rank above it is refused as such."""
+    sizes = (linear_sizes(each) for each in (*layers.decoder.values(), *layers.encoder.values()))
+    return FILE_SLACK + 16 * 8 * max_rank * sum(sum(each) for each in sizes if each is not None)
+
+
+def _read_file(path: Path, most: int) -> bytes:
+    """Raises `BadRequestError` for what is no plain file, or has more than `most` bytes, and
+    `OSError`."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # no pipe is waited for
+    with open(descriptor, "rb") as file:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise _refused(f"{path.name} is no file")
+        if status.st_size > most:
+            raise _refused(f"{path.name} has {status.st_size} bytes, at most {most} are read")
+        return file.read(most)
 
 
 class _Digests:
@@ -210,14 +239,16 @@ def _refused(reason: str) -> BadRequestError:
 
 def _read_config(folder: Path) -> dict[str, Any]:
     try:
-        with (folder / CONFIG_FILE).open("rb") as file:
-            config = json.loads(file.read(MAX_CONFIG_BYTES))
+        config = json.loads(_read_file(folder / CONFIG_FILE, MAX_CONFIG_BYTES))
     except FileNotFoundError:
         raise _refused(f"its folder has no {CONFIG_FILE}") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise _refused(f"{CONFIG_FILE} cannot be read ({type(error).__name__})") from None
     if not isinstance(config, dict):
         raise _refused(f"{CONFIG_FILE} is no JSON object")
+    for name in ("rank_pattern", "alpha_pattern"):
+        if isinstance(config.get(name), dict) and len(config[name]) > MAX_PATTERNS:
+            raise _refused(f"{name} has more than {MAX_PATTERNS} entries")
     return config
 
 
@@ -286,10 +317,13 @@ def _names(patterns: str | Sequence[str], layer: str) -> bool:
 def _rank_and_scale(config: dict[str, Any], layer: str) -> tuple[int, float]:
     rank = _pattern_value(config.get("rank_pattern"), layer, config.get("r"))
     alpha = _pattern_value(config.get("alpha_pattern"), layer, config.get("lora_alpha"))
-    if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float):
+    if type(rank) is not int or rank < 1 or type(alpha) not in (int, float):
         raise _refused(f"r or lora_alpha of {layer} is no number")
-    scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
-    if not math.isfinite(scale):
+    try:
+        scale = float(alpha) / (math.sqrt(rank) if config.get("use_rslora") else rank)
+    except OverflowError:
+        scale = math.inf
+    if not abs(scale) <= torch.finfo(torch.float32).max:
         raise _refused(f"lora_alpha of {layer} is not finite")
     return rank, scale
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 
 import pytest
@@ -135,6 +136,32 @@ def test_a_folder_without_its_files_and_with_broken_ones_is_refused(adapter, sub
     assert f"{name} cannot be read" in refusal(adapter, subject)
     (adapter / name).unlink()
     assert f"its folder has no {name}" in refusal(adapter, subject)
+
+
+@pytest.mark.parametrize("name", [CONFIG_FILE, WEIGHTS_FILE])
+def test_a_pipe_is_not_waited_for(adapter, subject, name):
+    (adapter / name).unlink()
+    os.mkfifo(adapter / name)
+    assert f"{name} is no file" in refusal(adapter, subject)
+
+
+@pytest.mark.parametrize("alpha", [1e300, 10**400, -1e300, True])
+def test_a_scale_that_is_no_number_here_is_refused(adapter, subject, alpha):
+    configure(adapter, lora_alpha=alpha)
+    assert "lora_alpha" in refusal(adapter, subject)
+
+
+def test_many_patterns_and_deep_json_are_refused(adapter, subject):
+    configure(adapter, rank_pattern={f"a{number}": 4 for number in range(257)})
+    assert "rank_pattern" in refusal(adapter, subject)
+    (adapter / CONFIG_FILE).write_text("[" * 500_000)
+    assert "RecursionError" in refusal(adapter, subject)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.complex64, torch.bool])
+def test_matrices_of_other_numbers_are_refused(adapter, subject, dtype):
+    change(adapter, lambda tensors: {name: each.to(dtype) for name, each in tensors.items()})
+    assert str(dtype) in refusal(adapter, subject)
 
 
 def test_equal_contents_are_one_adapter_and_any_difference_another(adapter, made, subject):
