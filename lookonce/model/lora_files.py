@@ -181,7 +181,7 @@ def _read_file(path: Path, most: int) -> bytes:
             raise _refused(f"{path.name} is no file")
         if status.st_size > most:
             raise _refused(f"{path.name} has {status.st_size} bytes, at most {most} are read")
-        return file.read(most)
+        return file.read(status.st_size)
 
 
 class _Digests:
