@@ -7,25 +7,18 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from lookonce.kv.accounting import matched_tokens, usable_tokens
-from lookonce.kv.disk import DiskTier
-from lookonce.kv.host import HostTier
-from lookonce.kv.objects import ObjectFormat
-from lookonce.kv.tier import KVTier, Reason
-from lookonce.kv.valkey import ValkeyTier
-from lookonce.types.kv import ExternalCacheStats, TierSpec
+from lookonce.kv.tier import Reason
+from lookonce.types.kv import ExternalCacheStats
 from lookonce.types.request import GenerateRequest
 from lookonce.types.sampling import SamplingParams
 from tests.support.core.builders import Limits, feature, request, text
 from tests.support.core.fake_runner import reference
-from tests.support.kv.tiers import DictTier, FaultyTier, eventually
+from tests.support.kv.tiers import FaultyTier, eventually
 from tests.support.kv.world import LAYOUT, World
-from tests.support.kv_servers import ValkeyServer
 
 TOKENS = text(42)
 """10 whole blocks of 4, and 2 more tokens."""
@@ -52,25 +45,6 @@ def warmed(tier: FaultyTier, tokens: list[int] = TOKENS) -> None:
     with World(tier) as world:
         world.serve(request("warm", tokens))
     tier.reads = tier.calls = 0
-
-
-@pytest.fixture(params=["fake", "host", "disk", "valkey"])
-def tier(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[FaultyTier]:
-    """Each line over a dict and over every real tier; faults come from what stands before it."""
-    objects = ObjectFormat(bytes(32), LAYOUT)
-    inner: KVTier
-    match request.param:
-        case "fake":
-            inner = DictTier()
-        case "host":
-            inner = HostTier(objects, 1 << 16)
-        case "disk":
-            inner = DiskTier(objects, str(tmp_path), 1 << 20)
-        case _:
-            server: ValkeyServer = request.getfixturevalue("valkey")
-            inner = ValkeyTier(objects, TierSpec("valkey", path=server.socket))
-    yield FaultyTier(name="near", inner=inner)
-    inner.close()
 
 
 def test_usable_tokens_are_whole_blocks_and_leave_one_to_compute() -> None:

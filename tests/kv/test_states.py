@@ -8,24 +8,21 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from lookonce.core.request import Request
-from lookonce.kv.disk import DiskTier
-from lookonce.kv.host import HostTier
 from lookonce.kv.objects import ObjectFormat, state_piece_keys
-from lookonce.kv.tier import KVTier, Reason
+from lookonce.kv.tier import Reason
 from lookonce.kv.transfer import Transfers
-from lookonce.kv.valkey import ValkeyTier
-from lookonce.types.kv import ExternalCacheStats, StatePieces, TierSpec
+from lookonce.types.kv import ExternalCacheStats, StatePieces
 from lookonce.types.request import GenerateRequest
 from lookonce.types.sampling import SamplingParams
 from tests.support.core.builders import Limits, feature, model_info, request, text
 from tests.support.core.fake_runner import PlanError, reference
-from tests.support.kv.tiers import DictTier, FaultyTier, StoredObjects, eventually, evict
+from tests.support.kv.tiers import FaultyTier, StoredObjects, eventually, evict
 from tests.support.kv.world import LAYOUT, Snapshots, World
 from tests.support.kv_servers import ValkeyServer
 
@@ -35,24 +32,6 @@ assert PIECES.num_pieces == 3
 LIMITS = Limits(model=model_info(state_bytes=STATE_BYTES), num_snapshots=8)
 TOKENS = text(42)
 """10 whole blocks of 4, and 2 more tokens. Steps of 32 tokens take states after 8 and 10 blocks."""
-
-
-@pytest.fixture(params=["fake", "host", "disk", "valkey"])
-def tier(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[FaultyTier]:
-    objects = ObjectFormat(bytes(32), LAYOUT)
-    inner: KVTier
-    match request.param:
-        case "fake":
-            inner = DictTier()
-        case "host":
-            inner = HostTier(objects, 1 << 16)
-        case "disk":
-            inner = DiskTier(objects, str(tmp_path), 1 << 20)
-        case _:
-            server: ValkeyServer = request.getfixturevalue("valkey")
-            inner = ValkeyTier(objects, TierSpec("valkey", path=server.socket))
-    yield FaultyTier(name="near", inner=inner)
-    inner.close()
 
 
 def warmed(tier: FaultyTier, tokens: list[int] = TOKENS) -> list[bytes]:
