@@ -1,7 +1,7 @@
 """Reads LoRA adapters from PEFT's folders, and finds the layers of a model that they change.
 
-Files of others are read here: no pickle, sizes are compared before matrices are read, and whatever
-would change answers in a way that is not served is refused by name.
+Files of others are read here: no pickle, no more bytes than an adapter of this model may have, and
+whatever would change answers in a way that is not served is refused by name.
 """
 
 from __future__ import annotations

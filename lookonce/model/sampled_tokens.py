@@ -30,6 +30,13 @@ class Draw(Generic[_Output]):
         return self.output()
 
 
+def on_device(tokens: Tensor | list[int], device: torch.device) -> Tensor:
+    """Drawn tokens [n] on the device."""
+    if isinstance(tokens, list):
+        return torch.tensor(tokens, dtype=torch.int64, device=device)
+    return tokens
+
+
 Part = tuple[Sequence[int], Tensor | list[int]]
 """Sequences, and the tokens that were drawn for them."""
 
@@ -57,17 +64,12 @@ class SampledTokens:
             self._drawn = []
             seq_ids = [seq_id for part, _ in drawn for seq_id in part]
             self.rows = {seq_id: row for row, seq_id in enumerate(seq_ids)}
-            parts = [self._on_device(tokens) for _, tokens in drawn]
+            parts = [on_device(tokens, self._device) for _, tokens in drawn]
             tokens = parts[0] if len(parts) == 1 else torch.cat(parts)
             self._tokens = tokens.clamp(min=0)  # one that failed is computed once more, for nobody
         elif self.rows:
             self.rows = {}
         return self._step
-
-    def _on_device(self, tokens: Tensor | list[int]) -> Tensor:
-        if isinstance(tokens, list):
-            return torch.tensor(tokens, dtype=torch.int64, device=self._device)
-        return tokens
 
     def note(self, seq_ids: Sequence[int], tokens: Tensor | list[int]) -> None:
         """The step that was begun last has drawn these."""

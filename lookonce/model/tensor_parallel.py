@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from lookonce.errors import ModelLoadError
 from lookonce.model.device import StepReads
-from lookonce.model.sampled_tokens import Draw
+from lookonce.model.sampled_tokens import Draw, on_device
 from lookonce.model.sampler import Sampler, SamplerOutput
 from lookonce.types.sampling import CompiledGrammar, SamplingParams
 
@@ -195,7 +195,5 @@ class SharedSampler:
             told = reads.later(self._group.broadcast(tokens))
             return Draw(tokens, lambda: SamplerOutput(told.tolist(), None))
         draw = self._sampler.begin(logits, seq_ids, positions, reads)
-        drawn = draw.tokens
-        if isinstance(drawn, list):
-            drawn = torch.tensor(drawn, dtype=torch.int64, device=logits.device)
+        drawn = on_device(draw.tokens, logits.device)
         return Draw(self._group.broadcast(drawn), draw.output)

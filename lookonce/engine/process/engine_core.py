@@ -39,7 +39,6 @@ logger = logging.getLogger(__name__)
 
 MAX_BROKEN_STEPS = 8
 """Steps in a row that may raise as a whole before the device counts as lost."""
-BROKEN_STEP = "step %d failed: %d sequences end"
 MIN_OBSERVED_TOKENS = 64
 """Steps of fewer tokens are mostly decodes: they say little of what a prompt costs."""
 
@@ -138,10 +137,9 @@ class EngineCore:
         try:
             return _StepUnderWay(plan, self._runner.begin(plan), started)
         except Exception as error:
-            if self._is_device_lost(error):
+            if self._counts_as_lost(error):
                 raise
-            logger.exception(BROKEN_STEP, plan.step_id, len(plan.scheduled))
-            broken = _broken(plan, error)
+            broken = _result_of_broken(plan, error)
             return _StepUnderWay(plan, lambda: broken, started, is_broken=True)
 
     def _land(self, step: _StepUnderWay) -> None:
@@ -149,10 +147,9 @@ class EngineCore:
         try:
             result = step.wait()
         except Exception as error:
-            if self._is_device_lost(error):
+            if self._counts_as_lost(error):
                 raise
-            logger.exception(BROKEN_STEP, step.plan.step_id, len(step.plan.scheduled))
-            result = _broken(step.plan, error)
+            result = _result_of_broken(step.plan, error)
         else:
             if not step.is_broken:
                 self._note_done(step.plan, result, max(step.begun_at, self._ended_at))
@@ -249,15 +246,15 @@ class EngineCore:
         try:
             result = self._runner.execute(plan)
         except Exception as error:
-            if self._is_device_lost(error):
+            if self._counts_as_lost(error):
                 raise
-            logger.exception(BROKEN_STEP, plan.step_id, len(plan.scheduled))
-            return _broken(plan, error)
+            return _result_of_broken(plan, error)
         self._note_done(plan, result, started)
         return result
 
-    def _is_device_lost(self, error: Exception) -> bool:
-        """A step has raised. Whether that says so, or so many have in a row."""
+    def _counts_as_lost(self, error: Exception) -> bool:
+        """Count a step that has raised. Whether the device is lost: the error says so, or so many
+        steps in a row have raised."""
         self._broken_steps += 1
         return isinstance(error, DeviceLostError) or self._broken_steps >= MAX_BROKEN_STEPS
 
@@ -294,8 +291,11 @@ def _observe(external: ExternalPrefixCache, plan: StepPlan, seconds: float) -> N
         external.observe_prefill(num_tokens, seconds)
 
 
-def _broken(plan: StepPlan, cause: Exception) -> StepResult:
-    """The result of a step that raised: all sequences and items in it failed."""
+def _result_of_broken(plan: StepPlan, cause: Exception) -> StepResult:
+    """The result of a step that raised, which is logged: all sequences and items in it failed."""
+    logger.error(
+        "step %d failed: %d sequences end", plan.step_id, len(plan.scheduled), exc_info=cause
+    )
     error = RequestFailedError(f"the model failed on this request ({type(cause).__name__})")
     outputs = [item.key for item in plan.encode] + [output.key for output in plan.received]
     return StepResult(

@@ -403,19 +403,25 @@ PyObject* attend_windows(PyObject* const* args, Py_ssize_t count) {
 
 // ---------------------------------------------------------------- operators
 
+// A Python list of number(i) for i in [0, count); null with an exception set.
+template <typename F>
+PyObject* list_of(int64_t count, F number) {
+    PyObject* list = PyList_New(count);
+    for (int64_t i = 0; list && i < count; ++i) {
+        PyObject* item = PyLong_FromLongLong(number(i));
+        if (!item) Py_CLEAR(list);
+        else PyList_SET_ITEM(list, i, item);
+    }
+    return list;
+}
+
 // argmax(scores [rows, columns]) → a list
 PyObject* argmax(PyObject* const* args, Py_ssize_t count) {
     Arguments a(args, count, 1);
     const Tensor tensor = a.tensor("scores").of_dimensions(2).contiguous();
     const float* scores = tensor.data<float>();
     const int64_t rows = tensor.size(0), columns = tensor.size(1);
-    PyObject* best = PyList_New(rows);
-    for (int64_t i = 0; best && i < rows; ++i) {
-        PyObject* token = PyLong_FromLongLong(best_of(scores + i * columns, columns));
-        if (!token) Py_CLEAR(best);
-        else PyList_SET_ITEM(best, i, token);
-    }
-    return best;
+    return list_of(rows, [&](int64_t i) { return best_of(scores + i * columns, columns); });
 }
 
 // draw(scores [rows, columns], parameters [rows, 4] of `native::Draw`, places [rows, 2] of
@@ -438,13 +444,7 @@ PyObject* draw(PyObject* const* args, Py_ssize_t count) {
         for (int64_t i = 0; i < rows; ++i)
             tokens[i] = drawing.token(scores + i * columns, draws[i], places[i]);
     }
-    PyObject* list = PyList_New(rows);
-    for (int64_t i = 0; list && i < rows; ++i) {
-        PyObject* token = PyLong_FromLongLong(tokens[i]);
-        if (!token) Py_CLEAR(list);
-        else PyList_SET_ITEM(list, i, token);
-    }
-    return list;
+    return list_of(rows, [&](int64_t i) { return tokens[i]; });
 }
 
 // The number of rows of a contiguous tensor whose last dimension has `width` entries.
