@@ -259,7 +259,7 @@ def test_the_spans_of_a_streamed_picture_request_add_up_to_its_latency(live, col
         spans = spans_of(collector, live, trace_id)
         by_name = {span.name: span for span in spans}
         root = by_name["chat nano"]
-        assert root.seconds <= taken
+        # Either may be the longer one: the client has the last byte before the server has ended.
         if root.seconds == pytest.approx(taken, rel=0.05):
             break  # on a busy machine, client and server may wait for each other's processes
     else:
