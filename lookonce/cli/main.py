@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -263,12 +264,13 @@ def doctor(
 
 @app.command(cls=GroupedCommand)
 def models(
+    name: Annotated[str, typer.Argument(help="Types with this in their names alone.")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON array.")] = False,
 ) -> None:
     """List the types of model that are served, and how."""
     from lookonce.cli.models import print_models
 
-    print_models(as_json=as_json)
+    print_models(re.sub(r"[-.]", "_", name.lower()), as_json=as_json)
 
 
 @app.command(cls=GroupedCommand)

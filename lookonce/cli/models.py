@@ -109,21 +109,22 @@ def _refused_types() -> list[dict[str, object]]:
     ]
 
 
-def print_models(*, as_json: bool) -> None:
-    rows = served_types()
+def print_models(named: str = "", *, as_json: bool) -> None:
+    """Those whose `model_type` contains `named`."""
+    rows = [row for row in served_types() if named in row.model_type]
     if as_json:
         served = [{**row._asdict(), "refused_because": None} for row in rows]
-        print(json.dumps([*served, *_refused_types()], indent=1))
+        refused = [row for row in _refused_types() if named in str(row["model_type"])]
+        print(json.dumps([*served, *refused], indent=1))
         return
-    width = max(len(row.model_type) for row in rows)
-    ways = max(len(row.beside()) for row in rows)
-    for row in rows:
-        media = ", ".join(("text", *row.media))
-        only = "embeddings only: " if row.gives == EMBEDDINGS else ""
-        print(
-            f"{row.model_type:{width}}  {media:18}  {row.served_by:7}  {row.beside():{ways}}  "
-            f"{only}{row.proven}"
-        )
+    _print_served(rows)
+    if named:
+        if not _print_refused(named) and not rows:
+            print(
+                f"no type that is listed as served has {named!r} in its name; others of "
+                "transformers are tried when they are loaded"
+            )
+        return
     print(
         "\nWeights are read from safetensors, plain or quantized by "
         f"{', '.join(QUANTIZED)}; gpt-oss as MXFP4. GGUF: that, too (pip install 'lookonce[gguf]')."
@@ -131,9 +132,32 @@ def print_models(*, as_json: bool) -> None:
         "\nPrefixes are found again on the device and in KV tiers (--kv-tier), which hold keys and "
         "values,\nand of types that keep them states or latents.\n"
     )
-    for reason, types in (*UNSERVABLE.items(), *UNSERVABLE_MEDIA.items()):
-        print(f"not served, {reason}: {', '.join(types)}")
+    _print_refused()
     print(
         f"\n{len(rows)} types are served. Other types of transformers are tried: loading compares "
         "them with transformers and refuses what differs."
     )
+
+
+def _print_served(rows: list[ServedType]) -> None:
+    columns = [(row.model_type, _media(row), row.served_by, row.beside()) for row in rows]
+    widths = [max(map(len, column)) for column in zip(*columns, strict=True)]
+    for row, cells in zip(rows, columns, strict=True):
+        only = "embeddings only: " if row.gives == EMBEDDINGS else ""
+        padded = (f"{cell:{width}}" for cell, width in zip(cells, widths, strict=True))
+        print("  ".join((*padded, f"{only}{row.proven}")))
+
+
+def _media(row: ServedType) -> str:
+    return ", ".join(("text", *row.media))
+
+
+def _print_refused(named: str = "") -> bool:
+    """Whether there are any."""
+    any_found = False
+    for reason, types in (*UNSERVABLE.items(), *UNSERVABLE_MEDIA.items()):
+        found = [name for name in types if named in name]
+        if found:
+            any_found = True
+            print(f"not served, {reason}: {', '.join(found)}")
+    return any_found

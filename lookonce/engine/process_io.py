@@ -46,6 +46,9 @@ class EngineSettings:
     events: EventsConfig | None = None
     lora: LoRAConfig | None = None
     """None: no adapters are served."""
+    restarted: bool = False
+    """An engine served before this one. Adapters whose folders cannot be read any more do not keep
+    it from starting."""
 
 
 def engine_settings(config: Config) -> EngineSettings:

@@ -101,6 +101,10 @@ def load_model(
     family_class = family_for(raw_config)
     dtype, device = DTYPES[config.dtype], torch.device(config.device)
     declared = _declared_quantization(raw_config)
+    if declared is not None:
+        logger.info(
+            "weights quantized by %s are unpacked while they load", declared["quant_method"]
+        )
     model = _read_weights(config, family_class, dtype, declared, progress, pooling)
     digest = _weights_digest(model, raw_config)
     if group is not None:

@@ -101,3 +101,21 @@ def test_people_see_why_a_type_is_not_served(monkeypatch, capsys):
     for reason, types in {**UNSERVABLE, **UNSERVABLE_MEDIA}.items():
         line = next(line for line in shown.splitlines() if reason in line)
         assert all(model_type in line for model_type in types)
+
+
+def test_types_are_found_by_a_part_of_their_names(monkeypatch, capsys):
+    rows = json.loads(run(monkeypatch, capsys, "Qwen3", "--json"))
+    assert {"qwen3", "qwen3_vl"} <= {row["model_type"] for row in rows}
+    assert all("qwen3" in row["model_type"] for row in rows)
+    for name in ("qwen2-audio", "Qwen2.5-VL"):
+        (line,) = run(monkeypatch, capsys, name).splitlines()
+        assert line.startswith(re.sub("[-.]", "_", name.lower()))
+    (line,) = run(monkeypatch, capsys, "falcon_mamba").splitlines()
+    assert line.startswith("not served, ")
+    assert "'foobar'" in run(monkeypatch, capsys, "foobar")
+
+
+def test_columns_begin_in_one_place(monkeypatch, capsys):
+    lines = run(monkeypatch, capsys).split("\n\n")[0].splitlines()
+    beginnings = {re.search(r"  (own|general) ", line).start() for line in lines}
+    assert len(beginnings) == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -28,6 +29,7 @@ def adapters(tmp_path_factory) -> Path:
     text = rf".*language_model\.layers.*\.({'|'.join(PROJECTIONS)})"
     make_adapter(NANO_FOLDER, loaded, root / "text", target_modules=text)
     another(root / "text", root / "other")
+    shutil.copytree(root / "text", root / "going")
     make_adapter(NANO_FOLDER, loaded, root / "whole", target_modules="all-linear", strength=0.1)
     broken = root / "broken"
     broken.mkdir()
@@ -37,8 +39,9 @@ def adapters(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(adapters):
-    options = ["--lora", f"kept={adapters / 'text'}", "--lora-dir", str(adapters)]
-    with LiveServer(*options, "--api-processes", "2", "--max-loras", "3") as live:
+    options = ["--lora", f"kept={adapters / 'text'}", "--lora", f"going={adapters / 'going'}"]
+    options += ["--lora-dir", str(adapters)]
+    with LiveServer(*options, "--api-processes", "2", "--max-loras", "4") as live:
         yield live
 
 
@@ -105,7 +108,7 @@ def test_bystanders_do_not_notice_loads_and_unloads(server):
             assert all(task.result() > 0 for task in tasks)
 
     asyncio.run(scenario())
-    assert server.metrics()["lora_adapters_loaded"] == 1
+    assert server.metrics()["lora_adapters_loaded"] == 2
 
 
 def test_an_adapter_of_the_whole_model_encodes_a_picture_anew_and_processes_nothing(server):
@@ -125,21 +128,33 @@ def test_an_adapter_of_the_whole_model_encodes_a_picture_anew_and_processes_noth
     assert encoder == "miss"
     assert items("whole")[1] in ("hit", "skipped")
     models = {model.id: model.parent for model in server.client().models.list()}
-    assert models == {"nano": None, "kept": "nano", "whole": "nano"}
+    assert models == {"nano": None, "kept": "nano", "going": "nano", "whole": "nano"}
 
 
-def test_an_engine_that_was_killed_has_its_adapters_again(server):
+def test_an_engine_that_was_killed_has_its_adapters_again(server, adapters):
+    """Without one whose folder was broken meanwhile, and with a word on one that was changed."""
+
     def names():
         with server.client() as client:
             return {model.id for model in client.models.list()}
 
     before = names()
-    assert "whole" in before
+    assert before == {"nano", "kept", "going", "whole"}
+    (adapters / "going" / "adapter_config.json").write_text("{")
+    another(adapters / "whole", adapters / "changed")
+    for file in (adapters / "changed").iterdir():
+        file.replace(adapters / "whole" / file.name)
     pid = server.engine_pid()
     os.kill(pid, signal.SIGKILL)
     until(lambda: server.engine_pid() not in (None, pid), 60, server.log)
     until(lambda: server.get("/ready").status_code == 200, 60, server.log)
-    until(lambda: names() == before, 30, server.log)
+    until(lambda: names() == before - {"going"}, 30, server.log)
+    assert "the adapter going is not served any more: " in server.log()
+    changed = "the adapter whole has other contents than before the engine started anew"
+    until(lambda: changed in server.log(), 30, server.log)
+    assert "the adapter kept has other contents" not in server.log()
+    asked = server.post("/v1/chat/completions", {"model": "going", "messages": TEXT})
+    assert asked.status_code == 404
     for model in ("kept", "whole"):
         body = {"model": model, "messages": TEXT, "max_tokens": 2}
         until(

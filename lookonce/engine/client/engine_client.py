@@ -597,6 +597,8 @@ class KnownAdapters:
 
     def __init__(self) -> None:
         self._by_name: dict[str, LoRAInfo] = {}
+        self._before: dict[str, LoRAInfo] = {}
+        """Those of an engine that is gone, until the one after it has them."""
         self._nonce = 0
         self._open: dict[int, asyncio.Future[None]] = {}
 
@@ -610,13 +612,23 @@ class KnownAdapters:
         return list(self._by_name.values())
 
     def set(self, adapters: Iterable[LoRAInfo]) -> None:
+        """Names that came back with an engine after the first are compared with what they stood
+        for: their folders may have changed."""
         self._by_name = {info.name: info for info in adapters}
+        for name in self._before.keys() & self._by_name.keys():
+            if self._before.pop(name).identity != self._by_name[name].identity:
+                logger.warning(
+                    "the adapter %s has other contents than before the engine started anew", name
+                )
 
     def welcome(self, adapters: Iterable[LoRAInfo], *, same_engine: bool) -> list[LoRAInfo]:
         """Set what an engine has; those that an engine before it had beside them."""
-        before = self._by_name
+        if not same_engine:
+            self._before = self._before | self._by_name
         self.set(adapters)
-        return [] if same_engine else [i for i in before.values() if i.name not in self._by_name]
+        if same_engine:
+            return []
+        return [info for info in self._before.values() if info.name not in self._by_name]
 
     def ask(self) -> tuple[int, asyncio.Future[None]]:
         """A nonce to send, and the future of its answer."""

@@ -79,16 +79,17 @@ def load_engine(
     runner = make_runner(loaded, settings, backend, scratch, threads)
     steps: ModelRunner = runner if ranks is None else ParallelRunner(runner, ranks)
     logger.info(
-        "serving %s on %s: %s, attention %s, %d KV blocks of %d tokens",
+        "serving %s on %s: %s%s, attention %s, %d KV blocks of %d tokens",
         loaded.info.model_type,
         loaded.device,
         loaded.info.dtype,
+        f", weights {settings.model.quantize}" if settings.model.quantize else "",
         backend.name,
         num_blocks,
         block_size,
     )
     own = _media_adapters(loaded, settings)
-    adapters = load_adapters(loaded, runner, settings.lora, own)
+    adapters = load_adapters(loaded, runner, settings.lora, own, restarted=settings.restarted)
     if adapters is not None:
         told = msgspec.structs.replace(loaded.info, media_adapters=adapters.for_media)
         loaded = dataclasses.replace(loaded, info=told)
@@ -213,10 +214,13 @@ def load_adapters(
     runner: Runner,
     lora: LoRAConfig | None,
     own: Mapping[Modality, str] = MappingProxyType({}),
+    *,
+    restarted: bool = False,
 ) -> EngineAdapters | None:
     """The adapters that are loaded at start; `own` are the folders of those that the model has for
     its media. Raises `ConfigError` for a model without support for adapters, and `ModelLoadError`
-    for an adapter that cannot be served."""
+    for an adapter that cannot be served. An engine that is `restarted` serves without one of
+    `--lora` whose folder changed so: the model and the other adapters do not depend on it."""
     _warn_of_missing(loaded.info.model_type, own)
     if lora is None and not own:
         return None
@@ -233,8 +237,12 @@ def load_adapters(
         try:
             identity, rank, install = store.load(path)
         except BadRequestError as error:
-            raise ModelLoadError(f"--lora {name}: {error.message}") from error
+            if not restarted:
+                raise ModelLoadError(f"--lora {name}: {error.message}") from error
+            logger.error("the adapter %s is not served any more: %s", name, error.message)
+            continue
         install()
+        logger.info("serving the adapter %s: rank %d, %s", name, rank, path)
         infos.append(LoRAInfo(name, identity, rank, path))
     for_media = {}
     for modality, path in own.items():

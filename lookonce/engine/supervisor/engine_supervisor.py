@@ -6,6 +6,7 @@ import asyncio
 import logging
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import msgspec
 
@@ -69,7 +70,7 @@ class EngineSupervisor:
         self._process.kill()
 
     async def _start(self) -> ChildProcess:
-        settings = msgspec.json.encode(self._settings)
+        settings = msgspec.json.encode(replace(self._settings, restarted=self._serving.is_set()))
         return await ChildProcess.start(
             self._process.name, self._command, settings, read_output=True
         )
