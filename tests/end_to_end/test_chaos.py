@@ -130,7 +130,7 @@ def test_nobody_notices_whose_processes_live(crowd):
     steady = {pid: num_descriptors(pid) for pid in of_kind(crowd, "lookonce.cli")}
     kinds = {kind: len(of_kind(crowd, kind)) for kind in (ENGINE, API, FORK_SERVER)}
     before = crowd.metrics()
-    requests = list(with_new_pictures(plans(media, 1000, seed=5)))
+    requests = list(with_new_pictures(plans(media, 700, seed=5)))
     chaos = Chaos(server=crowd, plans=requests)
     chaos.run(NUM_KILLS, PATIENCE)
     assert set(KINDS) == set(chaos.kills)

@@ -15,7 +15,7 @@ import pytest
 from tests.support.live_server import LiveServer, until
 from tests.support.traffic import REFUSED, drive, plans, working_set
 
-NUM_REQUESTS = int(os.environ.get("SOAK_REQUESTS", "300"))
+NUM_REQUESTS = int(os.environ.get("SOAK_REQUESTS", "200"))
 IN_SOAK = "SOAK_REQUESTS" in os.environ
 CONCURRENCY = 12
 PICTURE_BYTES, SOUND_BYTES = 170_000, 52_000
