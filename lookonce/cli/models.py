@@ -7,13 +7,13 @@ from typing import NamedTuple
 
 from lookonce.types.model import (
     EMBEDDERS,
-    ENCODER_DECODER,
     GENERAL_MEDIA,
     GENERAL_TEXT,
     KEEPS_LATENTS,
     KEEPS_STATES,
     READ_FROM_GGUF,
     SUPPORTED,
+    TRANSCRIBES_ONLY,
     UNSERVABLE,
     UNSERVABLE_MEDIA,
     WITHOUT_LINEAR_LAYERS,
@@ -22,7 +22,6 @@ from lookonce.types.model import (
 QUANTIZED = ("awq", "bitsandbytes", "compressed-tensors", "fbgemm_fp8", "fp8", "gptq")
 """Methods whose checkpoints are unpacked for every type."""
 MXFP4 = ("gpt_oss",)
-FRAME_BY_FRAME = ("voxtral_realtime",)
 VECTORS_OF_KEYS = ("colqwen2",)
 """Of those that give embeddings alone: what computes them attends over kept keys and values."""
 
@@ -64,6 +63,7 @@ class ServedType(NamedTuple):
         elif not gives_answers and name not in VECTORS_OF_KEYS:
             keeps = "nothing"
         return self._replace(
+            gives=TRANSCRIPTS if name in TRANSCRIBES_ONLY else self.gives,
             weights=(
                 "safetensors",
                 *QUANTIZED,
@@ -71,7 +71,7 @@ class ServedType(NamedTuple):
                 *(("gguf",) if name in READ_FROM_GGUF else ()),
             ),
             int8=linear and keeps != "nothing",
-            lora=linear and gives_answers and name not in (*ENCODER_DECODER, *FRAME_BY_FRAME),
+            lora=linear and gives_answers and name not in TRANSCRIBES_ONLY,
             keeps=keeps,
         )
 
@@ -82,7 +82,7 @@ class ServedType(NamedTuple):
         return ", ".join(way for way, has in ways.items() if has)
 
 
-EMBEDDINGS = "embeddings"
+EMBEDDINGS, TRANSCRIPTS = "embeddings", "transcripts"
 
 
 def served_types() -> list[ServedType]:
@@ -143,7 +143,7 @@ def _print_served(rows: list[ServedType]) -> None:
     columns = [(row.model_type, _media(row), row.served_by, row.beside()) for row in rows]
     widths = [max(map(len, column)) for column in zip(*columns, strict=True)]
     for row, cells in zip(rows, columns, strict=True):
-        only = "embeddings only: " if row.gives == EMBEDDINGS else ""
+        only = f"{row.gives} only: " if row.gives in (EMBEDDINGS, TRANSCRIPTS) else ""
         padded = (f"{cell:{width}}" for cell, width in zip(cells, widths, strict=True))
         print("  ".join((*padded, f"{only}{row.proven}")))
 

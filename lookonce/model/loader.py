@@ -41,7 +41,14 @@ from lookonce.model.state import StatePool
 from lookonce.model.tensor_parallel import OPTION, TensorParallelGroup, divide
 from lookonce.model.text_model import PLAIN_DECODERS
 from lookonce.types.media import MediaExample, Modality
-from lookonce.types.model import MEDIA_ADAPTERS, SUPPORTED, Comparison, ModelInfo, takes_media
+from lookonce.types.model import (
+    MEDIA_ADAPTERS,
+    SUPPORTED,
+    TRANSCRIBES_ONLY,
+    Comparison,
+    ModelInfo,
+    takes_media,
+)
 from lookonce.types.pooling import PoolingFiles, read_pooling
 
 logger = logging.getLogger(__name__)
@@ -98,6 +105,8 @@ def load_model(
     raw_config = _read_config(config)
     _refuse_adapters(config.folder, raw_config)
     pooling = read_pooling(config.folder, raw_config, config.pooling)
+    if pooling is not None and raw_config["model_type"] in TRANSCRIBES_ONLY:
+        raise ModelLoadError("this model transcribes and gives no embeddings: leave out --pooling")
     family_class = family_for(raw_config)
     dtype, device = DTYPES[config.dtype], torch.device(config.device)
     declared = _declared_quantization(raw_config)

@@ -180,6 +180,12 @@ ENCODER_DECODER: tuple[str, ...] = ("moonshine", "moonshine_streaming", "whisper
 """Types whose decoder cross-attends to the one sound of a request. They transcribe; they do not
 chat."""
 
+FRAME_BY_FRAME: tuple[str, ...] = ("voxtral_realtime",)
+"""Types that hear one frame of sound with each token."""
+
+TRANSCRIBES_ONLY = (*ENCODER_DECODER, *FRAME_BY_FRAME)
+"""Types that give no embeddings."""
+
 
 GENERAL_TEXT: tuple[str, ...] = (
     "afmoe",

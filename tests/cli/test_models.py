@@ -53,6 +53,7 @@ def test_every_type_is_listed_once_with_its_media(monkeypatch, capsys):
     assert media == {**SUPPORTED, **EMBEDDERS, **general}
     gives = {row["model_type"]: row["gives"] for row in rows}
     assert {name for name, given in gives.items() if given == "embeddings"} == set(EMBEDDERS)
+    assert "embeddings" not in gives["whisper"]
     assert {row["served_by"] for row in rows if row["model_type"] in SUPPORTED} == {"own"}
 
 

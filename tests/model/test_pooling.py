@@ -14,6 +14,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from lookonce.config import NANO_EAR_FOLDER
 from lookonce.errors import BadRequestError, ModelLoadError
 from lookonce.render.families.registry import load_family
 from lookonce.types.media import feature_at
@@ -462,3 +463,8 @@ def test_two_towers_pool_by_themselves(embedder):
         load_pooled(embedder("clip"), "mean")
     with pytest.raises(ModelLoadError, match="generates nothing"):
         load_pooled(embedder("bert"), "none")
+
+
+def test_a_model_that_only_transcribes_does_not_pool():
+    with pytest.raises(ModelLoadError, match="transcribes and gives no embeddings"):
+        load_pooled(NANO_EAR_FOLDER, "mean")
