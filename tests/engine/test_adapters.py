@@ -22,6 +22,8 @@ class FakeStore:
     def __init__(self) -> None:
         self.held: set[bytes] = set()
         self.installed: frozenset[bytes] = frozenset()
+        self.failures = 0
+        """So many removals fail from now on."""
 
     def load(self, path: str) -> ReadAdapter:
         if path == "broken":
@@ -31,6 +33,9 @@ class FakeStore:
         return ReadAdapter(LoRAIdentity(digest), 4, self._install())
 
     def drop(self, digest: bytes):
+        if self.failures:
+            self.failures -= 1
+            raise MemoryError
         self.held.remove(digest)
         return self._install()
 
@@ -153,6 +158,19 @@ def test_an_answer_waits_for_every_sender_that_is_still_there():
     assert answers.known("c", number) == []
 
 
+def test_what_could_not_be_dropped_is_dropped_with_the_next_load():
+    world = World()
+    world.load("a", "one")
+    world.settle()
+    world.store.failures = 1
+    world.adapters.unload("a")
+    world.settle()
+    assert world.store.installed == {b"one"}
+    world.load("b", "two")
+    world.settle()
+    assert world.store.installed == {b"two"}
+
+
 NAMES = st.sampled_from(["a", "b", "c"])
 CONTENTS = st.sampled_from(["one", "two", "broken"])
 
@@ -195,10 +213,15 @@ class AdaptersMachine(RuleBasedStateMachine):
         self.world.adapters.release(request_id)
         del self.running[request_id]
 
+    @rule(failures=st.integers(0, 2))
+    def fail(self, failures):
+        self.world.store.failures = failures
+
     @rule()
     def settle(self):
         self.world.settle()
-        assert self.world.store.installed == self.used()
+        kept = set(self.world.adapters._not_dropped)
+        assert self.world.store.installed - kept == self.used() - kept
 
     @invariant()
     def what_is_used_is_installed(self):

@@ -90,6 +90,8 @@ class EngineAdapters:
         """Adapters to read, and digests of such to drop."""
         self._running: Load | bytes | None = None
         """The job whose result was not taken yet."""
+        self._not_dropped: list[bytes] = []
+        """Digests of adapters for whose removal there was no memory: tried again with a load."""
         self._done: deque[tuple[Load | None, ReadAdapter | Install | LookOnceError]] = deque()
         self.wake: Callable[[], None] = lambda: None
         """Called from another thread when there is something to `take`."""
@@ -128,7 +130,8 @@ class EngineAdapters:
             )
         if len(self._waiting) >= MAX_WAITING:
             raise QueueFullError(f"{MAX_WAITING} adapters are waiting to be loaded")
-        self._waiting.append(load)
+        self._waiting += [*self._not_dropped, load]
+        self._not_dropped = []
         self._begin_next()
 
     def unload(self, name: str) -> None:
@@ -186,8 +189,10 @@ class EngineAdapters:
         ended: list[Loaded] = []
         while self._done:
             load, result = self._done.popleft()
-            self._running = None
-            if load is None:
+            job, self._running = self._running, None
+            if isinstance(job, bytes) and isinstance(result, LookOnceError):
+                self._not_dropped.append(job)
+            elif load is None:
                 if not isinstance(result, LookOnceError | ReadAdapter):
                     installs.append(result)
             elif isinstance(result, ReadAdapter):
