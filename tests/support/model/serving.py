@@ -131,8 +131,10 @@ def make_general_subject(folder: Path) -> Subject:
     return Subject(loaded, cases, expected_answers(folder, loaded.info, cases))
 
 
-def missing_library(model_type: str) -> str | None:
-    """A library that transformers needs for a type with media and that is not installed."""
+def missing_library(kind: str) -> str | None:
+    """A library that transformers needs for a type with media, or for a variant of one, and that
+    is not installed."""
+    model_type, *_ = kind.split("-")
     needed = (package for package, types in NEEDED_PACKAGES.items() if model_type in types)
     return next((package for package in needed if find_spec(package) is None), None)
 
