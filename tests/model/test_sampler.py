@@ -238,9 +238,14 @@ EXTREMES = (
     spread=st.sampled_from([0.01, 2.0, 100.0]),
     is_compiled=st.booleans(),
 )
-@example(0, {"repetition_penalty": 1e-300}, 2.0, is_compiled=True)
-@example(0, {"repetition_penalty": 0.01, "temperature": 1e-5}, 100.0, is_compiled=False)
-@example(0, {"top_p": 1e-300, "min_p": 1e-300}, 2.0, is_compiled=False)
+@example(seed=0, values={"repetition_penalty": 1e-300}, spread=2.0, is_compiled=True)
+@example(
+    seed=0,
+    values={"repetition_penalty": 0.01, "temperature": 1e-5},
+    spread=100.0,
+    is_compiled=False,
+)
+@example(seed=0, values={"top_p": 1e-300, "min_p": 1e-300}, spread=2.0, is_compiled=False)
 @settings(max_examples=300, deadline=None)
 def test_any_numbers_are_refused_by_name_or_give_a_token(
     seed: int, values: dict[str, float], spread: float, is_compiled: bool
