@@ -172,7 +172,7 @@ BUDGETS = (
     Budget("chunks of a PNG or GIF", cost.MAX_CHUNKS, "chunks", "item", "413"),
     Budget("decoding, by its header", _option("max_decode_seconds"), "CPU s", "item",
            "413 before it is decoded"),
-    Budget("decoding a film, by its index", _option("max_video_decode_seconds"), "CPU s", "film",
+    Budget("decoding a film, by its index", _option("max_video_decode_seconds"), "CPU s", "item",
            "413 before a frame is decoded"),
     Budget("decoding, really", "6 times the estimate, 4 to 60", "CPU s", "item",
            "422, its worker is replaced; the tenant pays for it"),

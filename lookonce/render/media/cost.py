@@ -191,7 +191,7 @@ def index_seconds(num_bytes: int) -> float:
     return BASE_SECONDS + num_bytes * FILM_READ_BYTE + FILM_OPENING
 
 
-def listed_seconds(frames: Iterable[bytes], pixels: int, limits: CostLimits) -> float:
+def listed_seconds(frames: Iterable[bytes | bytearray], pixels: int, limits: CostLimits) -> float:
     """CPU seconds to decode pictures that are a film's frames, and to process them at the size, in
     `pixels`, that the model takes them at. Raises `TooLargeError` for one that is above a limit."""
     seconds = 0.0
