@@ -11,6 +11,11 @@ did something else is not the figure; of fewer than 100 it is the slowest one an
 Alone, server and client have one half of the cores (of two: one core, on which all processes take
 turns), and the same requests are asked, as many of them.
 
+The attack "none" is the whole machine with nobody else: its ratio is what the others are to be
+compared with. What of it is the machine's own is noted: how long two processes take that answer
+each other as a server and its client do, and for how much of their time the hypervisor gave a core
+to other guests.
+
 The other tenant asks for text, a known picture, a new picture, and text with a new grammar, one
 after another, once every thread of the attack has begun. Memory is that of a server at rest again.
 `--cost` measures what sharing costs instead: the tokens that the attacker is generated, with nobody
@@ -38,6 +43,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, chdir, contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import count
+from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Semaphore
 from pathlib import Path
 from typing import Any
@@ -79,6 +85,8 @@ SETTLED_SECONDS = 3.0
 KEPT_CONNECTIONS = 2
 """That of the other tenant, and the one that asks for the metrics."""
 COST_SECONDS = 10.0
+NOBODY = "none"
+EXCHANGES, ANSWERS, ANSWER_SECONDS = 1000, 8, 0.0003
 GENERATING = ("many requests", "long answers")
 """Attacks whose tokens are counted."""
 POLL_SECONDS = 0.1
@@ -283,6 +291,9 @@ def _attack(name: str, url: str, begun: Semaphore) -> None:
 @contextmanager
 def attacked(name: str, url: str) -> Iterator[None]:
     """Within the block every thread of the attack has begun."""
+    if name == NOBODY:
+        yield
+        return
     spawn = multiprocessing.get_context("spawn")
     begun = spawn.Semaphore(0)
     process = spawn.Process(target=_attack, args=(name, url, begun))
@@ -373,13 +384,72 @@ def measure(
             )  # fmt: skip
 
 
-def measured_alone(rounds: int) -> Latencies:
+def half_of_cores() -> set[int]:
     cores = sorted(os.sched_getaffinity(0))
-    half = set(cores[: max(1, len(cores) // 2)])
-    with on_cores(half), server_of(None) as server:
+    return set(cores[: max(1, len(cores) // 2)])
+
+
+def measured_alone(rounds: int) -> Latencies:
+    with on_cores(half_of_cores()), server_of(None) as server:
         other = Other(server.url)
         other.ask(5)
         return other.ask(rounds, LEAST_SECONDS)
+
+
+# --- the machine ----------------------------------------------------------------------------------
+
+
+def exchanges() -> str:
+    """What two processes take for an exchange: one asks, the other answers `ANSWERS` times and
+    computes for a while before each, as an engine does before a token."""
+    spawn = multiprocessing.get_context("spawn")
+    ours, theirs = spawn.Pipe()
+    process = spawn.Process(target=_answer, args=(theirs,))
+    process.start()
+    theirs.close()
+    _exchange(ours)  # it has begun
+    stolen, began_all = stolen_seconds(), time.monotonic()
+    found = sorted(_exchange(ours) for _ in range(EXCHANGES))
+    taken = (stolen_seconds() - stolen) / (time.monotonic() - began_all)
+    ours.close()
+    process.join()
+    p50, p99 = (found[math.ceil(share * len(found)) - 1] for share in (0.5, 0.99))
+    return f"p50 {p50:.1f} ms, p99 {p99:.1f} ms, {100 * taken:.1f} % of the time taken away"
+
+
+def _exchange(link: Connection) -> float:
+    """Its milliseconds."""
+    began = time.monotonic()
+    link.send_bytes(b"ask")
+    for _ in range(ANSWERS):
+        link.recv_bytes()
+        _compute(ANSWER_SECONDS / 2)
+    return 1000 * (time.monotonic() - began)
+
+
+def _answer(link: Connection) -> None:
+    with suppress(EOFError, OSError):
+        while link.recv_bytes():
+            for _ in range(ANSWERS):
+                _compute(ANSWER_SECONDS)
+                link.send_bytes(b"token")
+
+
+def _compute(seconds: float) -> None:
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        pass
+
+
+def stolen_seconds() -> float:
+    """Of all cores, since the machine was started, in which the hypervisor ran something else; 0
+    where the system does not tell."""
+    with suppress(OSError, IndexError):
+        return int(Path("/proc/stat").read_text().split()[8]) / os.sysconf("SC_CLK_TCK")
+    return 0.0
+
+
+# --- what it costs --------------------------------------------------------------------------------
 
 
 def generated(server: RunningServer, seconds: float) -> float:
@@ -417,7 +487,9 @@ def report_cost(names: Sequence[str], before: Path | None, file: Path | None) ->
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="lookonce bench fairness")
-    parser.add_argument("--attack", action="append", choices=ATTACKS, help="only this; repeatable")
+    parser.add_argument(
+        "--attack", action="append", choices=(NOBODY, *ATTACKS), help="only this; repeatable"
+    )
     parser.add_argument("--rounds", type=int, default=ENOUGH, help="requests of each kind")
     parser.add_argument("--before", type=Path, help="another checkout, attacked in turn")
     parser.add_argument("--cost", action="store_true", help="what the attacker gets instead")
@@ -435,7 +507,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     alone = measured_alone(given.rounds)
     samples = min(len(seconds) for seconds in alone.seconds.values())
     report.notes.append(f"p99; alone: {samples} requests of each kind, with half of the cores")
-    for name in given.attack or ATTACKS:
+    with on_cores(half_of_cores()):
+        report.notes.append(f"two processes on half of the cores: {exchanges()}")
+    report.notes.append(f"two processes on all cores: {exchanges()}")
+    for name in given.attack or (NOBODY, *ATTACKS):
         if given.before is not None:
             measure(given.before, [name], given.rounds, alone, report)
         measure(None, [name], given.rounds, alone, report)

@@ -82,6 +82,7 @@ OPTION_RANGES = {
     "max_video_seconds": _SECONDS,
     "max_video_frames": Range(1, 100_000),
     "max_decode_seconds": _SECONDS,
+    "max_video_decode_seconds": _SECONDS,
     "max_document_pages": Range(1, 100_000),
     "engine_stall_timeout": _SECONDS,
     "max_connections": _COUNT,
@@ -221,6 +222,8 @@ class MediaConfig:
     """Frames of one film that are looked at."""
     max_decode_seconds: float = 10.0
     """CPU seconds of decoding and processing one item, estimated from its headers."""
+    max_video_decode_seconds: float = 120.0
+    """The same of all frames of one film that one request looks at, estimated from its index."""
     max_document_pages: int = 100
     """Of all PDF files of one request."""
     hash_algorithm: Literal["blake3", "sha256"] = "blake3"
@@ -491,6 +494,7 @@ class Options:
     max_video_seconds: float = 3600.0
     max_video_frames: int = 768
     max_decode_seconds: float = 10.0
+    max_video_decode_seconds: float = 120.0
     max_document_pages: int = 100
     engine_stall_timeout: float = 120.0
     vllm_metric_names: bool = False
@@ -690,6 +694,7 @@ def _media(options: Options) -> MediaConfig:
         max_video_seconds=options.max_video_seconds,
         max_video_frames=int(options.max_video_frames),
         max_decode_seconds=options.max_decode_seconds,
+        max_video_decode_seconds=options.max_video_decode_seconds,
         max_document_pages=options.max_document_pages,
         hash_algorithm="sha256" if options.mm_hash_algorithm == "sha256" else "blake3",
         processor_cache_bytes=int(options.mm_processor_cache_gb * GIB),

@@ -44,6 +44,7 @@ def _functions(path: str) -> set[str]:
 
 @pytest.mark.parametrize(("path", "name"), NAMED, ids=[f"{p}::{n}" if n else p for p, n in NAMED])
 def test_a_test_that_the_page_names_exists(path: str, name: str) -> None:
+    assert (ROOT / path).is_file()
     assert not name or name in _functions(path)
 
 

@@ -102,7 +102,9 @@ HELP: dict[str, str] = {
     "max_audio_seconds": "Longest sound, seconds.",
     "max_video_seconds": "Longest film, seconds, judged before it is decoded.",
     "max_video_frames": "Most frames of one film that are looked at.",
-    "max_decode_seconds": "CPU seconds that decoding one file may take, by its headers.",
+    "max_decode_seconds": "CPU seconds that decoding one file, or a part of a film, may take, by "
+    "its headers.",
+    "max_video_decode_seconds": "CPU seconds that decoding one whole film may take, by its index.",
     "max_document_pages": "Pages that the PDF files of one request may have.",
     "engine_stall_timeout": "Seconds a step may take before the engine counts as stuck.",
     "vllm_metric_names": "Export metrics under vLLM's names too.",
@@ -204,6 +206,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "max_video_seconds",
         "max_video_frames",
         "max_decode_seconds",
+        "max_video_decode_seconds",
         "max_document_pages",
     ),
     "logs": (

@@ -18,6 +18,8 @@ MAX_GRAMMAR_BYTES = 256 << 10
 what tools make (their schemas together)."""
 MAX_PARAM = 200
 """Characters of the name of a grammar's field."""
+MOST_REPETITION = 100.0
+"""Largest repetition penalty, and one over the smallest: logits are divided by it in float32."""
 MAX_BIASES = 65_536
 """Most token ids of `logit_bias`: each is read in Python."""
 Kind = Literal["json_schema", "regex", "choice", "grammar", "lark"]
@@ -232,7 +234,9 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
         _between("min_p", self.min_p, 0.0, 1.0)
         _between("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _between("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _between("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
+        _between(
+            "repetition_penalty", self.repetition_penalty, 1 / MOST_REPETITION, MOST_REPETITION
+        )
         _between("seed", self.seed, -(2**63), 2**63 - 1)
         _between("max_tokens", self.max_tokens, 1, 2**31 - 1)
         _between("min_tokens", self.min_tokens, 0, 2**31 - 1)

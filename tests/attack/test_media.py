@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any, cast
 
 import httpx
@@ -32,7 +33,7 @@ from tests.support.attacked_server import (
 from tests.support.drawing import encoded, picture, text_part
 from tests.support.live_server import LiveServer, until
 from tests.support.raw_sockets import HEAD, connect
-from tests.support.render.bombs import Scan, progressive_jpeg
+from tests.support.render.bombs import Scan, gif_film, progressive_jpeg
 
 pytestmark = [
     pytest.mark.attack,
@@ -55,6 +56,15 @@ def server() -> Iterator[LiveServer]:
         yield live
 
 
+@pytest.fixture(scope="module")
+def film_server(folder: Callable[[str], Path]) -> Iterator[LiveServer]:
+    """A model that takes films."""
+    keys = ("--api-key", "villain:v", "--api-key", "canary:c", "--served-model-name", "nano")
+    with LiveServer(str(folder("qwen2_5_vl")), *keys, *SMALL_CACHES) as live:
+        canaries_until(live, [])
+        yield live
+
+
 def new_picture(number: int) -> bytes:
     image = picture(("red", "circle"))
     image.putpixel((0, 0), (number % 256, number // 256 % 256, 1))
@@ -62,9 +72,13 @@ def new_picture(number: int) -> bytes:
 
 
 def chat(data: bytes) -> dict[str, object]:
+    """About a picture, or two frames of a GIF film."""
+    kind = "video_url" if data.startswith(b"GIF") else "image_url"
     url = "data:image/jpeg;base64," + base64.b64encode(data).decode()
-    content = [{"type": "image_url", "image_url": {"url": url}}, text_part("What?")]
-    return {"model": "nano", "messages": [{"role": "user", "content": content}], "max_tokens": 1}
+    content = [{"type": kind, kind: {"url": url}}, text_part("What?")]
+    options = {"mm_processor_kwargs": {"num_frames": 2}} if kind == "video_url" else {}
+    message = {"role": "user", "content": content}
+    return {"model": "nano", "messages": [message], "max_tokens": 1, **options}
 
 
 def post(server: LiveServer, key: str, data: bytes, timeout: float = 300) -> httpx.Response:
@@ -160,6 +174,18 @@ def test_a_flood_of_small_pictures_is_shared_fairly(server: LiveServer) -> None:
     statuses = attack(server, lambda n: new_picture(70_000 + n), 300, flood)
     assert set(statuses) <= {200, 429}
     assert statuses[200]
+
+
+def test_film_bombs_are_refused(film_server: LiveServer) -> None:
+    """Frames of 23 bytes, each of which needs all before it. Half as many, of which more were
+    looked at, held a worker for 40 s."""
+    statuses = attack(film_server, lambda n: gif_film(200_000 + n), NUM_ATTACKS)
+    assert statuses == {413: NUM_ATTACKS}
+
+
+def test_the_dearest_legal_films_delay_nobody_else(film_server: LiveServer) -> None:
+    statuses = attack(film_server, lambda n: gif_film(65_000 + n), 4)
+    assert statuses == {200: 4}
 
 
 def test_villains_that_leave_do_not_keep_workers_busy(server: LiveServer) -> None:

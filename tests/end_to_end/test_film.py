@@ -23,6 +23,7 @@ from tests.support.model.films import (
     listed,
 )
 from tests.support.nodes import engine_node, run
+from tests.support.render.bombs import gif_film
 
 NUM_TOKENS = 10
 FPS = 4.0
@@ -35,7 +36,8 @@ def path(folder):
 
 @pytest.fixture(scope="module")
 def server(path) -> Iterator[LiveServer]:
-    with LiveServer(str(path), "--max-model-len", "1024") as live:
+    options = ("--max-model-len", "1024", "--max-video-decode-seconds", "5")
+    with LiveServer(str(path), *options) as live:
         yield live
 
 
@@ -133,6 +135,21 @@ def test_a_gif_is_a_film(server):
     assert first.choices[0].message.content == second.choices[0].message.content
     frames = [each.model_extra["reuse_receipt"]["film_frames"] for each in (first, second)]
     assert [each["processed"] for each in frames] == [frames[0]["total"], 0]
+
+
+def test_a_film_that_is_dear_as_a_whole_is_refused_by_name(server):
+    """Two frames of 100,000, the second of which is drawn over 50,000 others."""
+    before = server.metrics()
+    part = gif_part(gif_film(100_000))
+    message = {"role": "user", "content": [{"type": "text", "text": "See: "}, part]}
+    body = {"messages": [message], "max_tokens": 1, "mm_processor_kwargs": {"num_frames": 2}}
+    answer = server.post("/v1/chat/completions", body)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (413, "messages[0].content[1]")
+    assert "at most 5 are allowed (--max-video-decode-seconds)" in error["message"]
+    after = server.metrics()
+    assert after["media_refused_total:estimate"] - before["media_refused_total:estimate"] == 1
+    assert after["media_decodes_total:video"] == before["media_decodes_total:video"]
 
 
 @pytest.mark.skipif(find_spec("av") is None, reason="PyAV is not installed")

@@ -162,6 +162,7 @@ BODIES = [
     (CHAT, {**HI, "n": -1}, "n"),
     (CHAT, {**HI, "top_k": -7}, "top_k"),
     (CHAT, {**HI, "top_p": 2}, "top_p"),
+    (CHAT, {**HI, "repetition_penalty": 1e-300}, "repetition_penalty"),
     (CHAT, {**HI, "min_p": -0.5}, "min_p"),
     (CHAT, {**HI, "logprobs": True, "top_logprobs": -1}, "top_logprobs"),
     (CHAT, {**HI, "seed": 2**80}, "seed"),
@@ -284,6 +285,9 @@ ODD_BUT_ALLOWED = [
     {**HI, "n": 128},
     {**HI, "cache_salt": "x" * 100_000},
     {**HI, "logit_bias": {"1": -100}},
+    {**HI, "temperature": 1e-300, "min_p": 1e-300, "logit_bias": {"1": 1e-300}},
+    {**HI, "temperature": 100, "top_p": 1e-300, "presence_penalty": -1e-300},
+    {**HI, "temperature": 1.1e-5, "repetition_penalty": 0.01, "frequency_penalty": -2},
     {**HI, "add_generation_prompt": False},
 ]
 

@@ -5,16 +5,19 @@ from __future__ import annotations
 import math
 import tracemalloc
 from collections.abc import Sequence
+from unittest import mock
 
 import msgspec
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from lookonce.errors import BadRequestError
 from lookonce.model import logits_processors
 from lookonce.model.logits_processors import FAILED
+from lookonce.model.native import compiled
 from lookonce.model.sampler import Sampler, SamplerOutput
 from lookonce.types.sampling import SamplingParams
 
@@ -214,6 +217,59 @@ def penalised(
         scores[token] -= params.frequency_penalty * output.count(token)
         scores[token] -= params.presence_penalty
     return scores
+
+
+NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty")
+EXTREMES = (
+    *(0.0, 5e-324, 1e-300, 1e-45, 1e-38, 1e-30, 1e-5, 1.1e-5, 0.01, 0.5, 1.0, 2.0, 100.0),
+    *(3e38, 4e38, 1e300, math.inf, math.nan),
+)
+
+
+@given(
+    seed=st.integers(0, 10**6),
+    values=st.fixed_dictionaries(
+        {},
+        optional={
+            name: st.sampled_from([sign * x for x in EXTREMES for sign in (1, -1)]) | st.floats()
+            for name in (*NUMBERS, "repetition_penalty", "bias")
+        },
+    ),
+    spread=st.sampled_from([0.01, 2.0, 100.0]),
+    is_compiled=st.booleans(),
+)
+@example(seed=0, values={"repetition_penalty": 1e-300}, spread=2.0, is_compiled=True)
+@example(
+    seed=0,
+    values={"repetition_penalty": 0.01, "temperature": 1e-5},
+    spread=100.0,
+    is_compiled=False,
+)
+@example(seed=0, values={"top_p": 1e-300, "min_p": 1e-300}, spread=2.0, is_compiled=False)
+@settings(max_examples=300, deadline=None)
+def test_any_numbers_are_refused_by_name_or_give_a_token(
+    seed: int, values: dict[str, float], spread: float, is_compiled: bool
+) -> None:
+    """No number that is taken makes scores infinite: the row would fail, which is a 500."""
+    named = {name: value for name, value in values.items() if name != "bias"}
+    biases = {token: values["bias"] for token in (1, 2) if "bias" in values}
+    refusal = None
+    try:
+        params = SamplingParams(seed=seed, logprobs=2, logit_bias=biases or None, **named)
+    except BadRequestError as error:
+        refusal = error
+    if refusal is not None:
+        assert refusal.param in {*named, "logit_bias" if biases else ""}
+        assert refusal.message.startswith(str(refusal.param))
+        return
+    logits = logits_of(seed, spread=spread)
+    kernels = compiled.kernels if is_compiled else None
+    with mock.patch.object(compiled, "kernels", kernels):
+        found = sample_one(params, logits, prompt=range(VOCAB), output=[1, 1, 2])
+    assert 0 <= found.token_ids[0] < VOCAB
+    assert found.logprobs is not None
+    assert found.logprobs[0] is not None
+    assert math.isfinite(found.logprobs[0].logprob)
 
 
 @given(

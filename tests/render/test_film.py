@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Collection
 from importlib.util import find_spec
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -23,13 +25,20 @@ from lookonce.errors import (
     UnprocessableMediaError,
 )
 from lookonce.render.families.arrays import ArrayMemory
-from lookonce.render.families.film import FilmInfo, QwenFilms, picture_film
+from lookonce.render.families.film import (
+    FilmInfo,
+    FilmItem,
+    FilmLayout,
+    QwenFilms,
+    picture_film,
+)
 from lookonce.render.media.cost import CostLimits, estimate_cost, picture_size
-from lookonce.render.media.film import Films
-from lookonce.render.media.film_decoding import FilmLimits, decode_frames, index_film
+from lookonce.render.media.film import FilmFile, Films
+from lookonce.render.media.film_decoding import FilmIndex, FilmLimits, decode_frames, index_film
 from lookonce.render.media.loader import media_source
-from lookonce.render.media.processing import MediaJob
+from lookonce.render.media.processing import MediaJob, Processed, unpack_frames
 from lookonce.render.prompt.messages import read_messages
+from lookonce.types.media import Array, Expansion, ProcessedItem
 from tests.support.model.chats import PoolInProcess, make_renderer
 from tests.support.model.films import (
     HEIGHT,
@@ -42,6 +51,7 @@ from tests.support.model.films import (
     gif_part,
     listed,
 )
+from tests.support.render.bombs import Scan, gif_film, progressive_jpeg, segment
 from tests.support.render.hugging_face import video_rules
 
 LIMITS = FilmLimits(1 << 20, 3600.0)
@@ -439,46 +449,184 @@ def test_every_cut_of_a_gif_is_a_film_or_an_error():
 
 
 def test_a_gif_is_looked_at_once(folder):
-    jobs: list[dict[str, object]] = []
-
-    class Counting(PoolInProcess):
-        async def run(self, job):
-            jobs.append(job.options)
-            return await super().run(job)
-
-    renderer = make_renderer(folder("qwen2_5_vl"), Counting(folder("qwen2_5_vl")))
+    pool = Counting(folder("qwen2_5_vl"))
+    renderer = make_renderer(folder("qwen2_5_vl"), pool)
     short, long = gif(range(6)), gif(range(8))
-    ask = {"mm_processor_kwargs": {"do_sample_frames": False}}
-    kept = [render(renderer, gif_part(short), **ask)]
+    kept = [render(renderer, gif_part(short), **ALL_FRAMES)]
     assert [item.outcome for item in kept[0].items] == ["miss"] * 3
-    decoded = [index for each in jobs for index in each.get("frames", ())]
-    assert sorted(decoded) == list(range(6))
-    jobs.clear()
-    kept.append(render(renderer, gif_part(short), **ask))
-    assert not jobs
-    kept.append(render(renderer, gif_part(long), **ask))
+    assert pool.decoded == [list(range(6))]
+    pool.jobs.clear()
+    kept.append(render(renderer, gif_part(short), **ALL_FRAMES))
+    assert not pool.jobs
+    kept.append(render(renderer, gif_part(long), **ALL_FRAMES))
     assert [item.outcome for item in kept[-1].items] == ["hit"] * 3 + ["miss"]
-    assert [index for each in jobs for index in each.get("frames", ())] == [6, 7]
+    assert pool.decoded == [[6, 7]]
 
 
 def test_indexes_of_many_small_films_are_not_all_kept(folder, monkeypatch):
     """Each takes more memory than the digests of its few frames."""
     monkeypatch.setattr("lookonce.render.media.film.INDEX_BYTES", 8192)
-    read: list[bytes] = []
-
-    class Counting(PoolInProcess):
-        async def run(self, job):
-            if "index" in job.options:
-                read.append(job.data)
-            return await super().run(job)
-
-    renderer = make_renderer(folder("qwen2_5_vl"), Counting(folder("qwen2_5_vl")))
+    pool = Counting(folder("qwen2_5_vl"))
+    renderer = make_renderer(folder("qwen2_5_vl"), pool)
     films = [gif([number]) for number in range(40)]
     for film in (*films, films[-1]):
         render(renderer, gif_part(film))
-    assert read == films
+    assert [job.data for job in pool.jobs if "index" in job.options] == films
+    pool.jobs.clear()
     render(renderer, gif_part(films[0]))
-    assert read[-1] == films[0]
+    assert "index" in pool.jobs[0].options
+
+
+class Counting(PoolInProcess):
+    """Notes the jobs."""
+
+    def __init__(self, folder) -> None:
+        super().__init__(folder)
+        self.jobs: list[MediaJob] = []
+
+    async def run(self, job):
+        self.jobs.append(job)
+        return await super().run(job)
+
+    @property
+    def decoded(self) -> list[list[int]]:
+        """The frames of each job that decoded some of a file."""
+        return [job.options["frames"] for job in self.jobs if "frames" in job.options]
+
+
+ALL_FRAMES = {"mm_processor_kwargs": {"do_sample_frames": False}}
+
+
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        ({}, r"about 1\d CPU seconds; at most 10 are allowed at a time \(--max-decode-seconds\)"),
+        (
+            {"max_decode_seconds": 60, "max_video_decode_seconds": 5},
+            r"decoding 768 frames of the film would take about 1\d CPU seconds; at most 5 are "
+            r"allowed \(--max-video-decode-seconds\)",
+        ),
+    ],
+)
+def test_a_film_of_very_many_frames_is_refused_before_one_is_decoded(folder, limits, message):
+    """2.3 MB: the last frames need all those before them."""
+    pool = Counting(folder("qwen2_5_vl"))
+    renderer = make_renderer(folder("qwen2_5_vl"), pool, MediaConfig(**limits))
+    with pytest.raises(TooLargeError, match=message) as refused:
+        render(renderer, gif_part(gif_film(100_000)))
+    assert refused.value.param == "messages[0].content[0]"
+    assert [job.options.keys() for job in pool.jobs] == [{"index"}]
+    assert renderer._resolver.stats.refused["estimate"] == 1
+
+
+def test_frames_that_are_dear_together_are_refused_before_one_is_decoded(folder):
+    """Each picture of the list is allowed by itself."""
+    plain = progressive_jpeg(200, [Scan(refining=True)] * 90)
+    pictures = [plain[:-2] + segment(0xFE, bytes([number])) + plain[-2:] for number in range(2)]
+    each = estimate_cost("image", pictures[0], LIMITED)
+    part = {"type": "video_url", "video_url": {"url": listed(pictures)}}
+    for enough in (True, False):
+        pool = Counting(folder("qwen2_5_vl"))
+        media = MediaConfig(max_video_decode_seconds=(3 if enough else 1.5) * each)
+        renderer = make_renderer(folder("qwen2_5_vl"), pool, media)
+        if enough:
+            assert render(renderer, part).items
+            continue
+        with pytest.raises(TooLargeError, match=r"decoding 2 frames .*--max-video-decode-seconds"):
+            render(renderer, part)
+        assert not pool.jobs
+        assert renderer._resolver.stats.refused["estimate"] == 1
+
+
+def test_only_frames_that_must_be_made_count(folder):
+    each = estimate_cost("image", frame(0), LIMITED)
+    media = MediaConfig(max_video_decode_seconds=6.5 * each)
+    renderer = make_renderer(folder("qwen2_5_vl"), media=media)
+    with pytest.raises(TooLargeError, match="decoding 10 frames"):
+        render(renderer, film_part(range(10)), **ALL_FRAMES)
+    kept = [render(renderer, film_part(range(count)), **ALL_FRAMES) for count in (6, 10)]
+    assert [item.outcome for item in kept[1].items] == ["hit"] * 3 + ["miss"] * 2
+
+
+def test_small_frames_of_a_gif_are_decoded_in_one_go(folder):
+    """A job for each few of them would draw those before them anew."""
+    pool = Counting(folder("qwen2_5_vl"))
+    renderer = make_renderer(folder("qwen2_5_vl"), pool)
+    assert render(renderer, gif_part(gif(range(40))), **ALL_FRAMES).items
+    assert pool.decoded == [list(range(40))]
+
+
+class FrameWork:
+    """Decodes the frames of a `FilmFile` to their numbers, or fails where `broken` are among
+    them."""
+
+    def __init__(self, broken: Collection[int] = ()) -> None:
+        self.broken = broken
+        self.jobs: list[MediaJob] = []
+        self.num_refused = 0
+
+    def count_refusal(self) -> None:
+        self.num_refused += 1
+
+    async def run_job(self, job):
+        self.jobs.append(job)
+        await asyncio.sleep(0)
+        if set(job.options["frames"]) & set(self.broken):
+            raise UnprocessableMediaError("broken")
+        numbers = np.array(job.options["frames"], np.uint8)
+        levels = np.broadcast_to(numbers[:, None, None, None], (len(numbers), 2, 2, 3))
+        arrays = {"frames": Array("uint8", levels.shape, levels.tobytes())}
+        return Processed(ProcessedItem("video", arrays, Expansion(((0, 1),), 0)), 1.0, 0.0)
+
+
+@given(
+    data=st.data(),
+    num_items=st.integers(1, 30),
+    frames_of_item=st.integers(1, 3),
+    side_by_side=st.integers(1, 9),
+    most=st.integers(1, 40),
+)
+def test_every_item_of_a_file_gets_its_frames_and_none_is_decoded_twice(
+    data, num_items, frames_of_item, side_by_side, most
+):
+    items = [
+        tuple(range(at, at + frames_of_item))
+        for at in range(0, num_items * frames_of_item, frames_of_item)
+    ]
+    needed = data.draw(st.lists(st.sampled_from(items), min_size=1, unique=True))
+    broken = data.draw(st.sets(st.integers(0, items[-1][-1]), max_size=1))
+    work = FrameWork(broken)
+    index = FilmIndex(2, 2, 1.0, bytes(32 * (items[-1][-1] + 1)), (0,))
+    layout = FilmLayout(tuple(map(FilmItem, items)), {"width": 2, "height": 2})
+
+    async def scenario():
+        film = FilmFile(work, b"GIF89a", index, layout, "", (10.0, 120.0))
+        for item in needed:
+            film.expect(item)
+        slots = asyncio.Semaphore(side_by_side)
+
+        async def load(item):
+            async with slots:
+                try:
+                    return item, [bytes(each) for each in unpack_frames(await film.load(item))]
+                except UnprocessableMediaError:
+                    return item, None
+
+        return await asyncio.gather(*[load(item) for item in needed])
+
+    with mock.patch.multiple(
+        "lookonce.render.media.film", FRAMES_AT_ONCE=1, BYTES_AT_ONCE=12 * most
+    ):
+        found = asyncio.run(asyncio.wait_for(scenario(), 30))
+    decoded = [index for job in work.jobs for index in job.options["frames"]]
+    for item, frames in found:
+        if frames is None:
+            assert broken & set(decoded)
+        else:
+            assert frames == [bytes([number]) * 12 for number in item]
+    if not broken & set(decoded):
+        assert sorted(decoded) == sorted(index for item in needed for index in item)
+        assert all(len(job.options["frames"]) <= max(most, frames_of_item) for job in work.jobs)
 
 
 class Stuck(PoolInProcess):

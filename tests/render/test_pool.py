@@ -714,6 +714,21 @@ def test_a_worker_that_talks_nonsense_is_replaced() -> None:
     asyncio.run(scenario())
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process's memory")
+def test_a_worker_that_a_job_has_left_large_is_replaced() -> None:
+    async def scenario() -> None:
+        async with fake_pool() as pool:
+            first = worker_of(await pool.run(job(b"keep 1000000")))
+            for _ in range(3):
+                assert worker_of(await pool.run(job())) == first
+            await pool.run(job(b"keep %d" % (pool_module.MOST_KEPT_BYTES + 2**20)))
+            while worker_of(await pool.run(job())) == first:
+                pass  # a job that waits already is done first
+            assert pool.killed.total() == 0
+
+    asyncio.run(scenario())
+
+
 def test_a_worker_that_does_not_end_when_killed_is_replaced_all_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from lookonce.errors import LookOnceError, TooLargeError
@@ -54,7 +55,15 @@ PNG_BYTE = 20 * NS
 GIF_PIXEL, GIF_BYTE = 8 * NS, 10 * NS
 WEBP_PIXEL = 22 * NS
 WEBP_LOSSY_BYTE, WEBP_LOSSLESS_BYTE = 70 * NS, 14 * NS
-FILM_PIXEL, FILM_BYTE, FILM_OPENING = 25 * NS, 4 * NS, 0.05
+FILM_PIXEL, FILM_TAKEN_PIXEL = 3 * NS, 20 * NS
+"""Per pixel of a film's frame that is decoded; and of one that is taken: it becomes RGB and is
+resized."""
+FILM_BYTE = 110 * NS
+"""Per byte of packets that are decoded. H.264, VP9 and AV1 all take 90 to 100."""
+FILM_FRAME, GIF_FRAME = 15e-6, 130e-6
+"""Per frame that is read, of any size; a GIF's has headers and perhaps a palette."""
+GIF_FILM_PIXEL, GIF_TAKEN_PIXEL, GIF_FILM_BYTE = 8 * NS, 40 * NS, 8 * NS
+FILM_READ_BYTE, FILM_OPENING = 4 * NS, 0.05
 ALPHA_PIXEL = 12 * NS
 """Compositing onto white."""
 RESIZED_PIXEL = 9 * NS
@@ -150,14 +159,52 @@ def _film_item(data: bytes, limits: CostLimits) -> float:
     return seconds
 
 
-def index_seconds(data: bytes | bytearray) -> float:
-    """CPU seconds to find out what is in a film."""
-    return BASE_SECONDS + len(data) * FILM_BYTE + FILM_OPENING
+@dataclass(frozen=True, slots=True)
+class FilmCost:
+    """What it costs to decode frames of a film, from what its index says of it."""
+
+    num_bytes: int
+    num_frames: int
+    pixels: int
+    """Of a frame."""
+    is_gif: bool
+
+    def reading(self) -> float:
+        """CPU seconds to find out what is in the film, or where its frames are."""
+        return index_seconds(self.num_bytes) + self.num_frames * FILM_FRAME
+
+    def decoding(self, num_frames: int, num_taken: int) -> float:
+        """CPU seconds of one job that decodes so many frames of the film, and takes some of them.
+        The film's bytes are counted as if all frames had as many."""
+        num_bytes = self.num_bytes * num_frames / max(1, self.num_frames)
+        if self.is_gif:
+            frames = num_frames * (GIF_FRAME + self.pixels * GIF_FILM_PIXEL)
+            taken = num_taken * self.pixels * GIF_TAKEN_PIXEL
+            return BASE_SECONDS + frames + taken + num_bytes * GIF_FILM_BYTE
+        frames = num_frames * (FILM_FRAME + self.pixels * FILM_PIXEL)
+        taken = num_taken * self.pixels * FILM_TAKEN_PIXEL
+        return self.reading() + frames + taken + num_bytes * FILM_BYTE
 
 
-def film_seconds(data: bytes | bytearray, num_frames: int, pixels: int) -> float:
-    """CPU seconds to decode so many frames of a film, of so many pixels each."""
-    return index_seconds(data) + num_frames * (pixels * FILM_PIXEL + SEGMENT)
+def index_seconds(num_bytes: int) -> float:
+    """CPU seconds to find out what is in a film of which nothing else is known."""
+    return BASE_SECONDS + num_bytes * FILM_READ_BYTE + FILM_OPENING
+
+
+def listed_seconds(frames: Iterable[bytes | bytearray], pixels: int, limits: CostLimits) -> float:
+    """CPU seconds to decode pictures that are a film's frames, and to process them at the size, in
+    `pixels`, that the model takes them at. Raises `TooLargeError` for one that is above a limit."""
+    seconds = 0.0
+    for frame in frames:
+        own = math.prod(picture_size(frame) or (0, 0))
+        decoding = max(0.0, estimate_cost("image", frame, limits) - _processing(own))
+        seconds += decoding + film_item_seconds(own, pixels)
+    return seconds
+
+
+def film_item_seconds(pixels: int, model_pixels: int) -> float:
+    """CPU seconds to resize a decoded frame of `pixels`, and to make the model's arrays of it."""
+    return pixels * RESIZED_PIXEL + model_pixels * MODEL_PIXEL
 
 
 def picture_size(data: bytes | bytearray) -> tuple[int, int] | None:

@@ -16,10 +16,13 @@ size. So a film that is only named has the same layout, and its items are found 
 from __future__ import annotations
 
 import asyncio
+import math
 import struct
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any, Protocol
 
 import msgspec
@@ -37,8 +40,15 @@ from lookonce.errors import (
 )
 from lookonce.render.families.base import Options
 from lookonce.render.families.film import LISTED_FPS, FilmInfo, FilmLayout
-from lookonce.render.media.cost import film_seconds, index_seconds, picture_size
-from lookonce.render.media.film_decoding import FilmIndex, FilmLimits, check_film
+from lookonce.render.media.cost import (
+    CostLimits,
+    FilmCost,
+    film_item_seconds,
+    index_seconds,
+    listed_seconds,
+    picture_size,
+)
+from lookonce.render.media.film_decoding import GIF_HEADS, FilmIndex, FilmLimits, check_film
 from lookonce.render.media.loader import (
     OFF_LOOP_BYTES,
     Encoded,
@@ -56,8 +66,9 @@ INDEX_BYTES = 16 << 20
 """Bytes of the indexes of films that are kept."""
 INDEX_ENTRY, INDEX_START = 400, 40
 """Bytes of an index and its key beside the digests, and of each of its `starts`, in Python."""
-FRAMES_AT_ONCE = 16
-"""Frames of a file that one job decodes."""
+FRAMES_AT_ONCE, BYTES_AT_ONCE = 16, 8 << 20
+"""Frames of a file that one job decodes, or as many as take so many bytes at the model's size. Each
+job of a GIF begins at its first frame."""
 FILM_RECORD = struct.Struct("<IdII?11x")
 """A `FilmInfo` in the 32 bytes that a uuid is bound to."""
 SIZE_RECORD = struct.Struct("<II24x")
@@ -79,6 +90,8 @@ class FilmWork(Protocol):
     async def load(self, source: MediaSource, scope: bytes, tenant: str = "") -> Encoded: ...
 
     async def run_job(self, job: MediaJob) -> Processed: ...
+
+    def count_refusal(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +132,10 @@ class Films:
         self._work = work
         self._max_bytes = media.max_bytes
         self._max_frames = media.max_video_frames
-        self._max_cpu = media.max_decode_seconds
+        self._max_seconds = media.max_video_decode_seconds
+        self._item_limits = CostLimits(
+            media.max_image_pixels, media.max_audio_seconds, media.max_decode_seconds
+        )
         self._limits = FilmLimits(media.max_image_pixels, media.max_video_seconds)
         self._indexes: OrderedDict[bytes, FilmIndex] = OrderedDict()
         self._index_bytes = 0
@@ -268,15 +284,20 @@ class Films:
         check_film(len(frames), fps, width, height, self._limits)
         info = FilmInfo(len(frames), fps, width, height, chosen=True)
         layout = self._family.film_layout(info, options, self._max_frames)
+        film = _FrameList(self._work, _model_pixels(layout), self._item_limits, self._max_seconds)
         made = [
-            self._list_item(source, item.frames, [frames[n] for n in item.frames], layout.options)
+            self._list_item(source, item.frames, [frames[n] for n in item.frames], layout, film)
             for item in layout.items
         ]
         return OpenFilm(info, layout, tuple(made))
 
     @staticmethod
     def _list_item(
-        source: MediaSource, numbers: tuple[int, ...], frames: Sequence[_Frame], options: Options
+        source: MediaSource,
+        numbers: tuple[int, ...],
+        frames: Sequence[_Frame],
+        layout: FilmLayout,
+        film: _FrameList,
     ) -> MediaSource:
         """One item; without bytes where one of its frames is only named."""
         data = [frame.data for frame in frames if frame.data is not None]
@@ -288,9 +309,9 @@ class Films:
             param=source.param if missing is None else missing,
             uuid=_item_name(source, numbers),
             frames=(),
-            options=options,
+            options=layout.options,
             identity=LISTED + b"".join(frame.digest for frame in frames),
-            load=_Pack(data) if missing is None else None,
+            load=_Pack(film, data) if missing is None else None,
         )
 
     # --- files --------------------------------------------------------------------------------
@@ -304,7 +325,8 @@ class Films:
         check_film(index.num_frames, fps, index.width, index.height, self._limits)
         info = FilmInfo(index.num_frames, fps, index.width, index.height)
         layout = self._family.film_layout(info, options, self._max_frames)
-        film = _FilmFile(self._work, bytes(data), index, layout, tenant, self._max_cpu)
+        limits = self._item_limits.max_cpu_seconds, self._max_seconds
+        film = FilmFile(self._work, bytes(data), index, layout, tenant, limits)
         made = [
             replace(
                 source,
@@ -334,7 +356,7 @@ class Films:
             data,
             {"index": limits},
             tenant,
-            seconds=index_seconds(data),
+            seconds=index_seconds(len(data)),
             request_id=current_request_id.get(),
         )
         made = await self._work.run_job(job)
@@ -351,26 +373,93 @@ class Films:
 class _Pack:
     """The frames of one item of a list, when they are needed."""
 
+    film: _FrameList
     frames: Sequence[Encoded]
 
+    def announce(self) -> None:
+        self.film.expect(self.frames)
+
     async def __call__(self) -> Encoded:
+        await self.film.judge()
         return pack_frames([bytes(frame) for frame in self.frames])
+
+
+class _FrameList:
+    """What the frames of one list will take: those of its items that must be made."""
+
+    def __init__(
+        self, work: FilmWork, model_pixels: int, limits: CostLimits, max_seconds: float
+    ) -> None:
+        self._work = work
+        self._model_pixels = model_pixels
+        self._limits = limits
+        self._max_seconds = max_seconds
+        self._expected: dict[int, Encoded] = {}
+        self._lock = asyncio.Lock()
+        self._is_judged = False
+        self._refusal: str | None = None
+
+    def expect(self, frames: Sequence[Encoded]) -> None:
+        """A frame that fills up the last item is in the list once."""
+        self._expected.update({id(frame): frame for frame in frames})
+
+    async def judge(self) -> None:
+        """Raises `TooLargeError` if the frames that are expected, or one of them, are too dear."""
+        async with self._lock:
+            if not self._is_judged:
+                await self._judge()
+                self._is_judged = True
+                self._expected.clear()
+        if self._refusal is not None:
+            raise TooLargeError(self._refusal)
+
+    async def _judge(self) -> None:
+        frames = list(self._expected.values())
+        try:
+            if sum(map(len, frames)) > OFF_LOOP_BYTES:
+                seconds = await asyncio.to_thread(self._seconds, frames)
+            else:
+                seconds = self._seconds(frames)
+            _check_seconds(seconds, len(frames), self._max_seconds)
+        except TooLargeError as error:
+            self._refusal = error.message
+            self._work.count_refusal()
+
+    def _seconds(self, frames: Sequence[Encoded]) -> float:
+        return listed_seconds(frames, self._model_pixels, self._limits)
+
+
+def _check_seconds(seconds: float, num_frames: int, most: float) -> None:
+    if seconds > most:
+        raise TooLargeError(
+            f"decoding {num_frames} frames of the film would take about {seconds:.0f} CPU seconds; "
+            f"at most {most:g} are allowed (--max-video-decode-seconds)"
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class _Load:
     """The frames of one item, when they are needed."""
 
-    film: _FilmFile
+    film: FilmFile
     frames: tuple[int, ...]
+
+    def announce(self) -> None:
+        self.film.expect(self.frames)
 
     async def __call__(self) -> Encoded:
         return await self.film.load(self.frames)
 
 
-class _FilmFile:
-    """The frames of a file that items need. Items that ask while others are decoded are decoded
-    together, in the film's order, so that no frame before them is decoded once for each."""
+class FilmFile:
+    """The frames of a file that items need.
+
+        expected ─▶ their cost is judged ─▶ jobs of items side by side, in the film's order
+                                                 │ asked for: given to who waits
+                                                 └ not yet: kept, which are those of one job
+
+    So no frame that several items need to be decoded before theirs is decoded once for each.
+    """
 
     def __init__(
         self,
@@ -379,23 +468,41 @@ class _FilmFile:
         index: FilmIndex,
         layout: FilmLayout,
         tenant: str,
-        max_cpu: float,
+        limits: tuple[float, float],
     ) -> None:
+        """`limits` are the CPU seconds that one job and the whole film may take."""
         self._work = work
         self._data = data
         self._index = index
         self._options = layout.options
         self._tenant = tenant
-        self._max_cpu = max_cpu
+        self._max_job, self._max_seconds = limits
+        self._model_pixels = _model_pixels(layout)
+        pixels = index.width * index.height
+        self._cost = FilmCost(len(data), index.num_frames, pixels, data[:6] in GIF_HEADS)
+        self._most_frames = max(FRAMES_AT_ONCE, BYTES_AT_ONCE // max(1, 3 * self._model_pixels))
+        self._expected: set[tuple[int, ...]] = set()
         self._wanted: dict[tuple[int, ...], asyncio.Future[Encoded]] = {}
+        self._ahead: dict[tuple[int, ...], Encoded] = {}
+        """Made with others before they were asked for."""
+        self._is_judged = False
+        self._refusal: str | None = None
         self._num_waiting = 0
         self._task: asyncio.Task[None] | None = None
+
+    def expect(self, frames: tuple[int, ...]) -> None:
+        self._expected.add(frames)
 
     async def load(self, frames: tuple[int, ...]) -> Encoded:
         """The frames of an item, packed. Raises a `RequestError` that names no part.
 
         When the last caller is cancelled, so is the decoding.
         """
+        ahead = self._ahead.pop(frames, None)
+        if ahead is not None:
+            return ahead
+        self._expected.add(frames)
+        self._judge()
         future = self._wanted.get(frames)
         if future is None:
             future = self._wanted[frames] = asyncio.get_running_loop().create_future()
@@ -415,40 +522,88 @@ class _FilmFile:
             self._task = None  # a later caller must not wait for what is being cancelled
         self._wanted.clear()
 
+    # --- what it costs ------------------------------------------------------------------------
+
+    def _judge(self) -> None:
+        """Raises `TooLargeError` if the items that are expected by now would take too long. Those
+        that are asked for later were made before, and gone since."""
+        if not self._is_judged:
+            self._is_judged = True
+            try:
+                self._check_cost(sorted(self._expected))
+            except TooLargeError as error:
+                self._refusal = error.message
+                self._work.count_refusal()
+        if self._refusal is not None:
+            raise TooLargeError(self._refusal)
+
+    def _check_cost(self, items: Sequence[tuple[int, ...]]) -> None:
+        num_frames = len({index for item in items for index in item})
+        seconds = num_frames * film_item_seconds(self._model_pixels, self._model_pixels)
+        begun = 0
+        while begun < len(items):
+            count, of_job = self._job(items, begun)
+            _check_job(of_job, items[begun : begun + count], self._max_job)
+            seconds += of_job
+            begun += count
+        _check_seconds(seconds, num_frames, self._max_seconds)
+
+    def _job(self, items: Sequence[tuple[int, ...]], begun: int) -> tuple[int, float]:
+        """How many of the items from the one at `begun` on are decoded together, one at least, and
+        the CPU seconds that it takes."""
+        first = items[begun][0]
+        starts = self._index.starts
+        group = bisect_right(starts, first) - 1
+        start = starts[group] if group >= 0 else 0
+        taken: set[int] = set()
+        count, seconds = 0, 0.0
+        for item in islice(items, begun, None):
+            taken.update(item)
+            more = self._cost.decoding(item[-1] - start + 1, len(taken))
+            if count and (len(taken) > self._most_frames or more > self._max_job):
+                break
+            count, seconds = count + 1, more
+        return count, seconds
+
+    # --- decoding -----------------------------------------------------------------------------
+
     async def _decode_wanted(self) -> None:
         while self._wanted:
             await asyncio.sleep(0)  # the items of one prompt ask one after the other
-            batch = sorted(self._wanted)[: self._items_at_once]
-            futures = {frames: self._wanted.pop(frames) for frames in batch}
+            first = min(self._wanted)
+            items = sorted(each for each in self._expected if each >= first)
+            count, seconds = self._job(items, 0)
+            batch = items[:count]
             try:
-                packed = await self._decode(batch)
+                packed = await self._decode(batch, seconds)
             except BaseException as error:
-                for future in futures.values():
-                    if not future.done():
+                if self._task is asyncio.current_task():  # else nobody waits for this batch
+                    for future in self._futures(batch).values():
                         future.set_exception(error)
                         future.exception()  # whoever waited may have gone
                 if not isinstance(error, Exception):
                     raise
             else:
-                for frames, future in futures.items():
-                    if not future.done():
-                        future.set_result(packed[frames])
+                self._expected.difference_update(batch)
+                futures = self._futures(batch)
+                for frames in batch:
+                    if frames in futures:
+                        futures[frames].set_result(packed[frames])
+                    else:
+                        self._ahead[frames] = packed[frames]
 
-    @property
-    def _items_at_once(self) -> int:
-        longest = max((len(frames) for frames in self._wanted), default=1)
-        return max(1, FRAMES_AT_ONCE // longest)
+    def _futures(
+        self, batch: Sequence[tuple[int, ...]]
+    ) -> dict[tuple[int, ...], asyncio.Future[Encoded]]:
+        """Of those of the batch that are waited for, which are no longer wanted."""
+        found = {frames: self._wanted.pop(frames) for frames in batch if frames in self._wanted}
+        return {frames: future for frames, future in found.items() if not future.done()}
 
-    async def _decode(self, batch: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], Encoded]:
+    async def _decode(
+        self, batch: Sequence[tuple[int, ...]], seconds: float
+    ) -> dict[tuple[int, ...], Encoded]:
         indices = sorted({index for frames in batch for index in frames})
-        starts = [start for start in self._index.starts if start <= indices[0]] or [0]
-        span = indices[-1] - starts[-1] + 1
-        seconds = film_seconds(self._data, span, self._index.width * self._index.height)
-        if seconds > self._max_cpu:
-            raise TooLargeError(
-                f"decoding the film would take about {seconds:.0f} CPU seconds for "
-                f"{len(indices)} frames; at most {self._max_cpu:g} are allowed"
-            )
+        _check_job(seconds, batch, self._max_job)
         options: Options = {"frames": indices, **self._options}
         job = MediaJob(
             "video",
@@ -468,6 +623,21 @@ class _FilmFile:
             frames: pack_frames([pixels[place[index]] for index in frames], decoded=True)
             for frames in batch
         }
+
+
+def _check_job(seconds: float, items: Sequence[tuple[int, ...]], most: float) -> None:
+    if seconds > most:
+        raise TooLargeError(
+            f"decoding frame {items[0][0]} of the film, with those before it that it is drawn "
+            f"over, would take about {seconds:.0f} CPU seconds; at most {most:g} are allowed at a "
+            "time (--max-decode-seconds)"
+        )
+
+
+def _model_pixels(layout: FilmLayout) -> int:
+    """Of a frame at the size that the model takes it at."""
+    sides = [layout.options.get(name, 0) for name in ("width", "height")]
+    return math.prod(side for side in sides if isinstance(side, int))
 
 
 def _read_index(made: Processed) -> FilmIndex:

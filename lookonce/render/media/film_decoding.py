@@ -18,7 +18,7 @@ from __future__ import annotations
 import io
 import math
 import pkgutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from itertools import pairwise
 from typing import Any
@@ -33,9 +33,10 @@ from lookonce.errors import TooLargeError, UnprocessableMediaError
 from lookonce.render.families.film import MAX_FPS, MAX_SIDE_RATIO
 
 Levels = NDArray[np.uint8]
+Resized = Callable[[Image.Image], Levels]
 GIF_HEADS = (b"GIF87a", b"GIF89a")
-GIF_FPS = 10.0
-"""Of a GIF whose frames have no duration, as browsers show it."""
+GIF_FPS, GIF_MAX_FPS = 10.0, 100.0
+"""Of a GIF whose frames have no duration, as browsers show it; and the most that one can have."""
 DEMUXERS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,mpegts,avi"
 NEEDS_PYAV = (
     "film files are decoded by PyAV, which is not installed here: pip install 'lookonce[film]'. "
@@ -77,7 +78,7 @@ class FilmIndex(msgspec.Struct, frozen=True, array_like=True):
 def index_film(data: bytes | memoryview, limits: FilmLimits) -> FilmIndex:
     """Raises `UnprocessableMediaError` or `TooLargeError`, naming no request part."""
     data = bytes(data)
-    found = _index_gif(data) if data[:6] in GIF_HEADS else _index_file(data, limits)
+    found = _index_gif(data, limits) if data[:6] in GIF_HEADS else _index_file(data, limits)
     if not found.num_frames:
         raise UnprocessableMediaError("the film has no frames")
     check_film(found.num_frames, found.fps, found.width, found.height, limits)
@@ -114,11 +115,13 @@ def decode_frames(
     Raises `UnprocessableMediaError` where the film has no such frame any more.
     """
     data = bytes(data)
+
+    def resized(image: Image.Image) -> Levels:
+        """At once: the frames as they are may take far more memory together."""
+        return np.asarray(image.resize((width, height), Image.Resampling(resample)))
+
     decode = _gif_frames if data[:6] in GIF_HEADS else _file_frames
-    frames = [
-        np.asarray(image.resize((width, height), Image.Resampling(resample)))
-        for image in decode(data, wanted)
-    ]
+    frames = decode(data, wanted, resized)
     if len(frames) != len(wanted):
         raise UnprocessableMediaError(BROKEN)
     return frames
@@ -127,8 +130,9 @@ def decode_frames(
 # --- GIF -----------------------------------------------------------------------------------------
 
 
-def _index_gif(data: bytes) -> FilmIndex:
+def _index_gif(data: bytes, limits: FilmLimits) -> FilmIndex:
     """Walks the blocks of the file; every frame's digest is over all bytes up to its end."""
+    most = min(MAX_TOTAL_FRAMES, math.ceil(limits.max_seconds * GIF_MAX_FPS))
     try:
         width, height = _little(data, 6), _little(data, 8)
         at = 13 + (3 << (data[10] & 7) + 1 if data[10] & 0x80 else 0)
@@ -151,12 +155,12 @@ def _index_gif(data: bytes) -> FilmIndex:
                 hundredths, delay = hundredths + delay, 0
             else:
                 raise UnprocessableMediaError(BROKEN)
-            if len(digests) > MAX_TOTAL_FRAMES:
-                raise TooLargeError(f"the film has more than {MAX_TOTAL_FRAMES} frames")
+            if len(digests) > most:
+                raise TooLargeError(f"the film has more than {most} frames")
     except IndexError:
         raise UnprocessableMediaError(BROKEN) from None
     fps = 100 * len(digests) / hundredths if hundredths else GIF_FPS
-    return FilmIndex(width, height, min(fps, 100.0), b"".join(digests), (0,))
+    return FilmIndex(width, height, min(fps, GIF_MAX_FPS), b"".join(digests), (0,))
 
 
 def _little(data: bytes, at: int) -> int:
@@ -170,13 +174,13 @@ def _after_blocks(data: bytes, at: int) -> int:
     return at + 1
 
 
-def _gif_frames(data: bytes, wanted: Sequence[int]) -> list[Image.Image]:
+def _gif_frames(data: bytes, wanted: Sequence[int], resized: Resized) -> list[Levels]:
     try:
         image = Image.open(io.BytesIO(data), formats=("GIF",))
         frames = []
         for index in wanted:
             image.seek(index)
-            frames.append(_on_white(image))
+            frames.append(resized(_on_white(image)))
     except MemoryError:
         raise
     except Exception:  # noqa: BLE001  decoders raise anything on hostile bytes
@@ -355,7 +359,7 @@ def _measured_fps(times: list[int], base: Any, claimed: float) -> float:
     return claimed if claimed and abs(measured - claimed) < 0.01 * claimed else measured
 
 
-def _file_frames(data: bytes, wanted: Sequence[int]) -> list[Image.Image]:
+def _file_frames(data: bytes, wanted: Sequence[int], resized: Resized) -> list[Levels]:
     """Seeks to the keyframe before the first one, and decodes from there; where a container cannot
     be sought in (MPEG-TS), from its beginning."""
     av = _av()
@@ -370,7 +374,7 @@ def _file_frames(data: bytes, wanted: Sequence[int]) -> list[Image.Image]:
                 if seeks:
                     container.seek(shown[0], stream=stream, backward=True)
                 try:
-                    found = _decoded(container, stream, shown)
+                    found = _decoded(container, stream, shown, resized)
                 except av.FFmpegError:
                     if not seeks:
                         raise
@@ -391,16 +395,16 @@ def _shown_times(container: Any, stream: Any) -> list[int]:
     return sorted(times)
 
 
-def _decoded(container: Any, stream: Any, wanted: Sequence[int]) -> list[Image.Image]:
+def _decoded(container: Any, stream: Any, wanted: Sequence[int], resized: Resized) -> list[Levels]:
     """The frames shown at these times, of those that are decoded from here on."""
-    frames: dict[int, Image.Image] = {}
+    frames: dict[int, Levels] = {}
     needed, last = set(wanted), wanted[-1]
     for frame in container.decode(stream):
         at = frame.pts if frame.pts is not None else frame.dts
         if at in needed and at not in frames:
             # The sandbox allows no thread.
             levels = frame.reformat(format="rgb24", threads=1).to_ndarray()
-            frames[at] = Image.fromarray(levels)
+            frames[at] = resized(Image.fromarray(levels))
         if len(frames) == len(needed) or (at is not None and at > last):
             break
     return [frames[at] for at in wanted if at in frames]

@@ -15,10 +15,10 @@ import os
 import re
 import stat
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
 from urllib.parse import unquote, urlsplit
 
 import pybase64
@@ -73,6 +73,18 @@ OFF_LOOP_BYTES = 4 * 1024 * 1024
 """Encoded media above this many bytes is decoded from base64, and hashed, in a thread."""
 
 
+class LaterBytes(Protocol):
+    """Bytes of an item that are made of a larger file, where they are needed."""
+
+    def announce(self) -> None:
+        """They will be asked for: what all of a prompt's items take is judged before any is made,
+        and items that lie side by side are made together."""
+
+    async def __call__(self) -> Encoded:
+        """Raises a `RequestError`."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class MediaSource:
     """One media part and where its encoded bytes come from.
@@ -102,7 +114,7 @@ class MediaSource:
     """The options of this item; None: those of the request for its modality."""
     identity: bytes | None = None
     """What is hashed instead of the encoded bytes, which `load` makes where they are needed."""
-    load: Callable[[], Awaitable[Encoded]] | None = None
+    load: LaterBytes | None = None
 
     @property
     def is_frame_list(self) -> bool:

@@ -120,6 +120,9 @@ MAX_EXPANSION = 1 << 24
 """Prompt tokens of one item: more than any context, and few enough to be written out."""
 MAX_MILLISECONDS = 24 * 3600 * 1000.0
 """That a job says it took."""
+MOST_KEPT_BYTES = 256 << 20
+"""Of a worker that has nothing to do, beyond what it had before its first job: decoders, PDFium
+most of all, may keep what one hostile file made them allocate."""
 WORKER = "lookonce.render.media.worker"
 WORKER_COMMAND = (sys.executable, "-m", WORKER)
 CPU_CLOCK = 2
@@ -390,6 +393,8 @@ class MediaPool:
             self._process(queued)
             del queued  # its item must not be kept while this thread waits
             if not self._closed:
+                if not self._queue:
+                    self._workers.discard_if_large()
                 with contextlib.suppress(Exception):
                     self._workers.ensure_worker()
 
@@ -624,6 +629,13 @@ class _Workers:
         for name, problem in report.refused.items():
             logger.warning("media workers run without %s: %s", name, problem)
 
+    def discard_if_large(self) -> None:
+        """End this thread's worker if its last job has left more memory behind than it should."""
+        worker: _WorkerProcess | None = getattr(self._thread, "worker", None)
+        if worker is not None and worker.kept_bytes() > MOST_KEPT_BYTES:
+            logger.info("a media worker is replaced: a job has left much memory in use")
+            self.discard(worker)
+
     def discard(self, worker: _WorkerProcess) -> int | None:
         """End the worker; the signal that it had ended by before, if any."""
         self._thread.worker = None
@@ -662,6 +674,7 @@ class _WorkerProcess:
         most = ITEM_BASE_BYTES + ITEM_BYTES_PER_PIXEL * settings.max_image_pixels
         self._link = MessageSocket(link, max_message_bytes=most)
         self._cpu_seconds = 0.0
+        self._own_bytes_at_start = 0
         self.has_begun = False
         """The worker has taken up the last job given to it."""
         self.out_of_memory = False
@@ -692,6 +705,7 @@ class _WorkerProcess:
         if not isinstance(reply, WorkerReady):
             raise ModelLoadError("a media worker process did not start")
         self._link.settimeout(self._job_timeout)
+        self._own_bytes_at_start = self._own_bytes()
         return reply.sandbox
 
     @property
@@ -832,6 +846,19 @@ class _WorkerProcess:
         with contextlib.suppress(OSError):  # it has ended, and was waited for
             self._cpu_seconds = time.clock_gettime(~self._process.pid << 3 | CPU_CLOCK)
         return self._cpu_seconds
+
+    def kept_bytes(self) -> int:
+        """Memory that the process has come to have of its own since it was started; 0 where the
+        system does not tell."""
+        return self._own_bytes() - self._own_bytes_at_start
+
+    def _own_bytes(self) -> int:
+        """Resident, and neither files nor shared memory."""
+        try:
+            pages = Path(f"/proc/{self._process.pid}/statm").read_text().split()
+        except OSError:  # no Linux, or the process has ended
+            return 0
+        return (int(pages[1]) - int(pages[2])) * resource.getpagesize()
 
     def limit_cpu(self, seconds: float) -> None:
         """Let the kernel end the process if it takes more CPU time, should this one be gone."""

@@ -365,6 +365,8 @@ class MediaResolver:
             if held is not None:
                 found[number] = held
             elif part is not None:
+                if source.load is not None:
+                    source.load.announce()
                 missing[number] = partial(self._make, part, prompt)
             else:
                 missing[number] = partial(self._load_and_make, source, prompt)
@@ -399,6 +401,10 @@ class MediaResolver:
     async def load(self, source: MediaSource, scope: bytes, tenant: str = "") -> Encoded:
         """The encoded bytes of a source. Raises a `RequestError` that names the part."""
         return await self._loader.load(source, scope, tenant=tenant)
+
+    def count_refusal(self) -> None:
+        """A film was refused by what decoding it would cost."""
+        self.stats.refused["estimate"] += 1
 
     # --- windows of sound files ---------------------------------------------------------------
 

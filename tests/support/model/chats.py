@@ -20,6 +20,7 @@ from PIL import Image
 
 from lookonce.cache.directory import Directory
 from lookonce.cache.identity import UuidBindings
+from lookonce.config import MediaConfig
 from lookonce.render.families.base import ProcessorFamily
 from lookonce.render.families.registry import load_family
 from lookonce.render.media.processing import MediaJob, Processed, Processing, ProcessingSettings
@@ -55,7 +56,9 @@ class PoolInProcess:
         return {}
 
 
-def make_renderer(folder: Path, pool: PoolInProcess | None = None) -> Renderer:
+def make_renderer(
+    folder: Path, pool: PoolInProcess | None = None, media: MediaConfig | None = None
+) -> Renderer:
     tokenizer = Tokenizer.load(folder)
     family = load_family(folder, "float32")
     resolver = family and MediaResolver(
@@ -71,6 +74,7 @@ def make_renderer(folder: Path, pool: PoolInProcess | None = None) -> Renderer:
         family=family,
         resolver=resolver,
         limits={"image": 4, "audio": 4, "video": 4},
+        media=media or MediaConfig(),
     )
 
 

@@ -70,6 +70,13 @@ def gif(width: int, height: int, *, comments: int = 0) -> bytes:
     return b"GIF89a" + struct.pack("<HHBBB", 1, 1, 0x80, 0, 0) + bytes(6) + comment + frame
 
 
+def gif_film(num_frames: int) -> bytes:
+    """A GIF film of frames of one pixel, 23 bytes each, at 100 frames per second."""
+    head = b"GIF89a" + struct.pack("<HHBBB", 1, 1, 0x80, 0, 0) + bytes(6)
+    picture = b"\x2c" + struct.pack("<HHHHB", 0, 0, 1, 1, 0) + b"\x02\x02\x44\x01\x00"
+    return head + (b"\x21\xf9\x04\x00\x01\x00\x00\x00" + picture) * num_frames + b"\x3b"
+
+
 def _empty_blocks(num_blocks: int) -> bytes:
     runs, rest = divmod(num_blocks, LONGEST_RUN)
     bits = ("0" + "1" * 14) * runs

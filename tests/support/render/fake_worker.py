@@ -43,6 +43,8 @@ from lookonce.types.media import ITEM_SIZE, Array, Expansion, ProcessedItem
 
 Requests = MessageDecoder[WorkerRequest]
 SLAB_BYTES = 1 << 20
+KEPT: list[NDArray[np.uint8]] = []
+"""What jobs have left behind."""
 NONSENSE = [b"\xc1"]
 """A frame that holds no msgpack."""
 EXPANSIONS = {
@@ -173,6 +175,8 @@ def work(link: MessageSocket, job: JobRequest, data: bytes, hostile: Hostile) ->
     if data == b"refuse":
         send_error(link, UnprocessableMediaError("refused"))
         return
+    if data.startswith(b"keep "):
+        KEPT.append(np.ones(int(data[5:]), np.uint8))
     if data.startswith(b"mark "):
         Path(os.fsdecode(data[5:])).touch()
     if data.startswith(b"wait "):
