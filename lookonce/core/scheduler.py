@@ -136,7 +136,11 @@ class Scheduler:
             self._state.snapshot_planner.note_done()
         if plan.new or notes.shared:
             self._planner.decode_shares.note_done(
-                plan, notes.encode_owners, notes.planned_at, measured=notes.shared
+                plan,
+                notes.encode_owners,
+                notes.planned_at,
+                measured=notes.shared,
+                device_seconds=result.device_seconds,
             )
         self._update.update(plan, result, notes, is_ahead=self._planner.is_ahead)
 

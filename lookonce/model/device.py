@@ -9,6 +9,7 @@ a CPU host and device are one memory and nothing is copied.
 from __future__ import annotations
 
 import time
+from collections import deque
 from typing import Any
 
 import numpy as np
@@ -87,8 +88,44 @@ class DeviceTimer:
             self._end.record()
 
     @property
+    def is_done(self) -> bool:
+        """Whether the device has ended what was enqueued before `stop`."""
+        return self._end is None or bool(self._end.query())
+
+    @property
     def seconds(self) -> float:
-        """Once the step was waited for."""
+        """Once the step was waited for, or `is_done`."""
         if self._begin is None:
             return self._seconds
         return float(self._begin.elapsed_time(self._end)) / 1000
+
+
+class DeviceTimes:
+    """How long an accelerator works on each step: asked for when it has ended, never waited for.
+
+    The host's clock cannot tell it: a step that samples nothing has no result to wait for.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._begun: DeviceTimer | None = None
+        self._enqueued: deque[tuple[int, DeviceTimer]] = deque()
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._begun = DeviceTimer(self._device)
+
+    def end(self, step_id: int) -> None:
+        """All of the step that was begun is enqueued. One that raised before has no time."""
+        if self._begun is not None:
+            self._begun.stop()
+            self._enqueued.append((step_id, self._begun))
+            self._begun = None
+
+    def take(self) -> tuple[tuple[int, float], ...]:
+        """(step, seconds) of those that have ended and were not taken before, in their order."""
+        taken = []
+        while self._enqueued and self._enqueued[0][1].is_done:
+            step_id, timer = self._enqueued.popleft()
+            taken.append((step_id, timer.seconds))
+        return tuple(taken)

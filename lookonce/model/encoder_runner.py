@@ -5,6 +5,7 @@ Which outputs are held, moved or dropped is the scheduler's decision, told in ea
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -14,10 +15,11 @@ import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
-from lookonce.errors import LookOnceError, RequestFailedError
+from lookonce.errors import DeviceLostError, LookOnceError, RequestFailedError
 from lookonce.model.device import DeviceTimer, StepReads, to_device
 from lookonce.model.families.base import ModelFamily, Tensors
 from lookonce.model.lora import RunnerLoRA
+from lookonce.model.tensor_parallel import TensorParallelGroup
 from lookonce.types.media import ITEM_SIZE, Array, Modality, ProcessedItem
 from lookonce.types.step import EmbedSlice, EncodeItem, ReceivedOutput, StepPlan
 
@@ -67,8 +69,16 @@ an item that must be encoded alone, and the adapter that changes the encoder."""
 class EncoderRunner:
     """Encoder outputs [num_embeds, row_width] on the device, each in memory of its own."""
 
-    def __init__(self, family: ModelFamily, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        family: ModelFamily,
+        dtype: torch.dtype,
+        device: torch.device,
+        group: TensorParallelGroup | None = None,
+    ) -> None:
+        """`group`: the other ranks, which hold the same outputs."""
         self._family = family
+        self._group = group
         self._dtype = dtype
         self._device = device
         self._outputs: dict[bytes, Tensor] = {}
@@ -89,7 +99,8 @@ class EncoderRunner:
 
     def execute(self, plan: StepPlan, reads: StepReads) -> EncodeReport:
         """Move and drop outputs as the plan says, then encode its items. Once `reads` were waited
-        for, `check` completes the report."""
+        for, `check` completes the report. Raises `DeviceLostError` where other ranks have failed
+        with other items."""
         report = EncodeReport()
         self._host.drop(plan.dropped_host)
         for key in plan.offload:
@@ -100,7 +111,18 @@ class EncoderRunner:
         for received in plan.received:
             self._receive(received, report)
         self._encode_all(plan.encode, report, reads)
+        if self._group is not None and (plan.encode or plan.restore or plan.received):
+            self._compare(report, self._group)
         return report
+
+    def _compare(self, report: EncodeReport, group: TensorParallelGroup) -> None:
+        """Ranks that compute different sequences would wait for each other for ever."""
+        if not group.is_same(hashlib.sha256(b"".join(sorted(report.failed))).digest()):
+            reasons = {error.message for error in report.failed.values()}
+            raise DeviceLostError(
+                "an item was encoded by some ranks of tensor parallelism alone; on rank "
+                f"{group.rank}: {'; '.join(sorted(reasons)) or 'nothing failed'}"
+            )
 
     def drop(self, keys: Iterable[bytes]) -> None:
         for key in keys:

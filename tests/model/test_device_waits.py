@@ -25,6 +25,7 @@ from tests.support.model.cases import ALL_MODELS, Case, CaseMaker
 from tests.support.model.serving import (
     Served,
     blocks_for_preemption,
+    loaded_with_cases,
     media_cases,
     serve,
     text_cases,
@@ -128,6 +129,34 @@ def test_preempted_sequences_wait_no_more_often(folder, steps):
         made, steps, budget=64, num_blocks=blocks_for_preemption(cases, 4)
     )
     assert [a.token_ids for a in found.answers] == [a.token_ids for a in expected.answers]
+
+
+def test_the_device_tells_what_each_step_took_though_some_are_not_waited_for(folder, monkeypatch):
+    """A chunk within a prompt is told with the result of a later step."""
+    begin, results = Runner.begin, []
+
+    def noting(self: Runner, plan):
+        finish = begin(self, plan)
+
+        def finished():
+            results.append((plan, finish()))
+            return results[-1][1]
+
+        return finished
+
+    with accelerator() as (device, _):
+        loaded, cases = loaded_with_cases(folder("llama"), str(device))
+        monkeypatch.setattr(Runner, "begin", noting)
+        serve(loaded, cases[:1], backend=ReferenceBackend(), budget=32, overlapped=True)
+    computing = [(plan.step_id, plan, result) for plan, result in results if plan.scheduled]
+    told = [each for _, _, result in computing for each in result.device_seconds or ()]
+    assert [step for step, _ in told] == [step for step, _, _ in computing]
+    assert all(seconds >= 0 for _, seconds in told)
+    samples = [any(chunk.sample for chunk in plan.scheduled) for _, plan, _ in computing]
+    assert not samples[0]
+    assert samples[-1]
+    for (step, _, result), is_read in zip(computing, samples, strict=True):
+        assert (step in dict(result.device_seconds)) == is_read or ON_CUDA
 
 
 def sampled(

@@ -107,6 +107,10 @@ class Event:
         """Milliseconds."""
         return (end._time - self._time) * 1000
 
+    def query(self) -> bool:
+        """Whether it was waited for, or one that was recorded later."""
+        return self._at is not None and self._at <= watch().waited_until
+
     def synchronize(self) -> None:
         if self._at is not None:
             watch().deliver(self._at)
@@ -154,6 +158,8 @@ class Watch(TorchDispatchMode):
         self._pinned: dict[int, Tensor] = {}
         """By address; kept, so that no other memory gets the address."""
         self._clock = itertools.count()
+        self.waited_until = -1
+        """The latest moment that was waited for."""
         self._to_host: list[tuple[int, Tensor, Tensor]] = []
         """When, the pinned target, the values."""
         self._to_device: list[tuple[int, Tensor, Tensor]] = []
@@ -178,6 +184,7 @@ class Watch(TorchDispatchMode):
 
     def deliver(self, until: int) -> None:
         """What was enqueued before this moment is done."""
+        self.waited_until = max(self.waited_until, until)
         due = [each for each in self._to_host if each[0] < until]
         self.num_waits += bool(due)
         for _, target, values in due:
