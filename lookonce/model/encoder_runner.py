@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from lookonce.errors import DeviceLostError, LookOnceError, RequestFailedError
-from lookonce.model.device import DeviceTimer, StepReads, to_device
+from lookonce.model.device import CopyStream, DeviceTimer, StepReads
 from lookonce.model.families.base import ModelFamily, Tensors
 from lookonce.model.lora import RunnerLoRA
 from lookonce.model.tensor_parallel import TensorParallelGroup
@@ -82,7 +82,8 @@ class EncoderRunner:
         self._dtype = dtype
         self._device = device
         self._outputs: dict[bytes, Tensor] = {}
-        self._host = HostCopies(device)
+        self._copies = CopyStream(device)
+        self._host = HostCopies(self._copies)
         self.lora: RunnerLoRA | None = None
         """Set where adapters are served."""
 
@@ -194,7 +195,7 @@ class EncoderRunner:
     def _receive(self, received: ReceivedOutput, report: EncodeReport) -> None:
         try:
             output = to_tensor(received.output)
-            self._outputs[received.key] = to_device(output, self._device, self._dtype)
+            self._outputs[received.key] = self._copies.to_device(output, self._dtype)
         except torch.AcceleratorError:
             raise
         except RuntimeError as error:
@@ -206,7 +207,13 @@ class EncoderRunner:
     ) -> None:
         modality = item.item.modality
         try:
-            tensors = item_tensors(item.item, dtype=self._dtype, device=self._device)
+            tensors = item_tensors(
+                item.item,
+                dtype=self._dtype,
+                device=self._device,
+                copies=self._copies,
+                on_host=self._family.host_arrays,
+            )
             batch = self._family.batch_key(modality, tensors)
         except COMPUTE_ERRORS as error:
             report.failed[item.key] = _failure(modality, error)
@@ -289,12 +296,12 @@ class HostCopies:
     """Copies of encoder outputs in host memory, by key, so that none is encoded again.
 
     On the CPU host and device are one memory: a copy is the output itself. On CUDA copies are
-    pinned and made on the stream that computes: an output may be freed right after `offload`,
-    and a copy right after `restore`, because the allocators wait for the stream.
+    pinned, and made on a stream of their own: an output may be freed right after `offload`, and a
+    copy right after `restore`, because the allocators wait for the stream.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, stream: CopyStream) -> None:
+        self._stream = stream
         self._copies: dict[bytes, Tensor] = {}
 
     def __len__(self) -> int:
@@ -306,15 +313,11 @@ class HostCopies:
 
     def offload(self, key: bytes, output: Tensor) -> None:
         """Copy an output to the host. Raises `RuntimeError` if there is no memory to pin."""
-        if self._device.type == "cpu":
-            self._copies[key] = output
-            return
-        copy = torch.empty(output.shape, dtype=output.dtype, pin_memory=True)
-        self._copies[key] = copy.copy_(output, non_blocking=True)
+        self._copies[key] = self._stream.to_host(output)
 
     def restore(self, key: bytes) -> Tensor:
         """The output on the device; the copy stays. Raises `KeyError` if there is none."""
-        return self._copies[key].to(self._device, non_blocking=True)
+        return self._stream.to_device(self._copies[key])
 
     def drop(self, keys: Iterable[bytes]) -> None:
         for key in keys:
@@ -342,12 +345,22 @@ def to_tensor(array: Array) -> Tensor:
 
 
 def item_tensors(
-    item: ProcessedItem, *, dtype: torch.dtype, device: torch.device
+    item: ProcessedItem,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    copies: CopyStream | None = None,
+    on_host: Collection[str] = (),
 ) -> dict[str, Tensor]:
-    """An item's arrays on the device, by name; floating ones in the model's dtype."""
+    """An item's arrays on the device, by name; floating ones in the model's dtype. Those named in
+    `on_host` stay there. `copies` makes the copies; None: a new one."""
+    copies = copies or CopyStream(device)
     tensors = {}
     for name, array in item.arrays.items():
         tensor = to_tensor(array)
+        if name in on_host:
+            tensors[name] = tensor
+            continue
         wanted = dtype if tensor.is_floating_point() else tensor.dtype
-        tensors[name] = to_device(tensor, device, wanted)
+        tensors[name] = copies.to_device(tensor, wanted)
     return tensors

@@ -17,6 +17,7 @@ from lookonce.model.attention.reference import ReferenceBackend, write_pages
 from lookonce.model.decode_graphs import CudaGraphs, decode_sizes
 from lookonce.model.kv_pages import LayerPages
 from lookonce.model.text_model import TextModel
+from tests.support.device import ON_CUDA
 from tests.support.model.cases import ALL_MODELS
 from tests.support.model.serving import (
     answers,
@@ -25,7 +26,6 @@ from tests.support.model.serving import (
     serve,
 )
 from tests.support.simulated_device import (
-    ON_CUDA,
     DeviceWaitError,
     SimulatedGraphs,
     accelerator,

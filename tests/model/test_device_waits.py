@@ -14,12 +14,13 @@ import torch
 
 from lookonce.config import ModelConfig
 from lookonce.model.attention.reference import ReferenceBackend
-from lookonce.model.device import StepReads, to_device
+from lookonce.model.device import CopyStream, StepReads, to_device
 from lookonce.model.loader import load_model
 from lookonce.model.runner import Runner
 from lookonce.model.sampler import PromptLogprobScorer, Sampler, SamplerOutput, _Part
 from lookonce.model.step_inputs import CopyFence, StaticBuffer
 from lookonce.types.sampling import SamplingParams, TokenRules
+from tests.support.device import ON_CUDA
 from tests.support.grammars import Spelled
 from tests.support.model.cases import ALL_MODELS, Case, CaseMaker
 from tests.support.model.serving import (
@@ -31,9 +32,9 @@ from tests.support.model.serving import (
     text_cases,
 )
 from tests.support.simulated_device import (
-    ON_CUDA,
     CudaWatch,
     DeviceWaitError,
+    Stream,
     Watch,
     accelerator,
     simulated_device,
@@ -120,6 +121,48 @@ def test_whole_steps_wait_once_and_answer_as_on_a_cpu(kind, folder, steps):
         for ours, theirs in zip(found.scored[case], expected.scored[case], strict=True):
             assert (ours.rank, len(ours.top)) == (theirs.rank, len(theirs.top))
             assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-4)
+
+
+def test_outputs_that_were_offloaded_come_back_without_a_wait(folder, steps):
+    """The device has room for two pictures: an earlier one of a prompt is copied to the host, and
+    back for the next prompt, on a stream of its own."""
+    made = folder("llava")
+    info = load_model(ModelConfig(str(made), "t")).info
+    found, expected, _ = on_cpu_and_device(
+        made,
+        steps,
+        budget=24,
+        apart=True,
+        encoder_cache=(32 * info.encoder_row_bytes, 1 << 20),
+    )
+    assert found.stats["encoder_cache_restores_total"] > 0
+    assert [a.token_ids for a in found.answers] == [a.token_ids for a in expected.answers]
+
+
+def taken_and_brought_back(values: torch.Tensor) -> torch.Tensor:
+    """A copy to the host that is read on the device again."""
+    copies = CopyStream(values.device)
+    return copies.to_device(copies.to_host(values))
+
+
+def test_what_a_copy_stream_brings_is_what_it_took():
+    with simulated_device() as (device, seen), seen.refusing():
+        values = torch.arange(4, device=device)
+        back = taken_and_brought_back(values)
+        values.zero_()
+        reads = StepReads(device)
+        host = reads.later(back)
+        reads.wait()
+        assert host.tolist() == [0, 1, 2, 3]
+
+
+def test_a_copy_that_is_not_waited_for_would_be_found(monkeypatch):
+    """The control: streams that wait for nothing."""
+    monkeypatch.setattr(Stream, "wait_stream", lambda *_: None)
+    with simulated_device() as (device, _):
+        values = torch.arange(4, device=device)
+        with pytest.raises(DeviceWaitError, match="another stream"):
+            taken_and_brought_back(values).sum()
 
 
 def test_preempted_sequences_wait_no_more_often(folder, steps):
@@ -312,6 +355,19 @@ def test_a_buffer_that_is_filled_again_too_early_is_found():
         buffer.host[:] = 3
         with pytest.raises(DeviceWaitError, match="written while"):
             fence.wait()
+
+
+def test_a_buffer_is_pushed_by_one_copy_whatever_part_of_it_is_used():
+    """A copy for each row of block tables would cost the host more than the rest of a step."""
+    with simulated_device() as (device, seen):
+        buffer = StaticBuffer((6, 5), torch.int32, device)
+        buffer.host[:] = np.arange(30).reshape(6, 5)
+        for used in ((3, 5), (4, 2), (2,), (6, 5), (4, 2)):
+            before, rows = seen.num_uploads, used[0] if len(used) > 1 else 6
+            with seen.refusing():
+                pushed = buffer.push(*used)
+            assert pushed.tolist() == buffer.host[:rows, : used[-1]].tolist()
+            assert seen.num_uploads - before == 1
 
 
 def test_prompt_scores_of_several_slices_are_read_once(monkeypatch):

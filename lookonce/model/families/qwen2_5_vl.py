@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from lookonce.model.device import to_device
 from lookonce.model.families.base import Model, ModelFamily, PositionAxes, Tensors
 from lookonce.types.media import Modality
 
@@ -26,6 +27,7 @@ class Qwen2_5VLFamily(ModelFamily):  # noqa: N801
     model_types: ClassVar[tuple[str, ...]] = ("qwen2_vl", "qwen2_5_vl")
     modalities: tuple[Modality, ...] = ("image", "video")
     position_axes: PositionAxes = 3
+    host_arrays = frozenset({"image_grid_thw", "video_grid_thw"})
 
     def __init__(self, model: Model) -> None:
         super().__init__(model)
@@ -61,4 +63,4 @@ def encode_patches(media_model: Any, items: Sequence[Tensors], modality: Modalit
         if min(grid) < 1 or math.prod(grid) != len(patch):
             raise ValueError(f"{name} does not match the number of patches")
     joined = patches[0] if len(patches) == 1 else torch.cat(patches)
-    return media_model.get_image_features(joined, grids)
+    return media_model.get_image_features(joined, to_device(grids, joined.device))
