@@ -99,7 +99,9 @@ def load_model(
     _refuse_adapters(config.folder, raw_config)
     pooling = read_pooling(config.folder, raw_config, config.pooling)
     family_class = family_for(raw_config)
-    dtype, device = DTYPES[config.dtype], torch.device(config.device)
+    dtype, device = DTYPES[config.dtype], torch.empty(0, device=config.device).device  # numbered
+    if dtype == torch.float32:  # cuDNN would compute convolutions with 10 bits of mantissa
+        torch.backends.cudnn.allow_tf32 = False
     declared = _declared_quantization(raw_config)
     model = _read_weights(config, family_class, dtype, declared, progress, pooling)
     digest = _weights_digest(model, raw_config)

@@ -45,8 +45,8 @@ ALL_KINDS = (
     *("llama", "qwen3", "gemma2", "gemma3_text"),
     *("llava", "gemma3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "voxtral"),
 )
-"""Encoders of the others wait inside, in transformers: Pixtral's and Mistral 3's for sizes, those of
-Idefics 3, SmolVLM and Qwen2-Audio for a mask, Qwen Omni's for the lengths of sounds."""
+"""Encoders of the others wait inside, in transformers: Pixtral's and Mistral 3's for sizes, those
+of Idefics 3, SmolVLM and Qwen2-Audio for a mask, Qwen Omni's for the lengths of sounds."""
 VOCAB, EOS = 700, 3
 ASKED = {
     "plain": SamplingParams(temperature=0.0),

@@ -22,6 +22,7 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -404,7 +405,10 @@ def _values(each: Any) -> Any:
 
 @cache
 def watch() -> Watch:
-    """The one of this process: a name of a device can be registered once."""
+    """The one of this process: a name of a device can be registered once. Not beside a GPU: from
+    then on torch pins memory for the device that was registered."""
+    if ON_CUDA:
+        pytest.skip("the GPU is tested, and the simulated device stands in for one")
     _setup_privateuseone_for_python_backend(NAME, backend_module=_Module())
     return Watch()
 
