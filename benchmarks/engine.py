@@ -14,8 +14,8 @@ server would also write HTTP.
 
 With `--device` the table is of the clock instead, on that device, beside transformers there:
 
-step ms    of a decode step, and how much of it the device computes (on a CPU: the runner)
-host       the rest: the share of the step in which the device waits for the host
+step ms    of a decode step, and how much of it the device works on it (on a CPU: the runner)
+host       the rest: the share of the time in which the device has no step
 bandwidth  bytes of weights, keys and values that a step reads, over what a copy on the device moves
 arithmetic operations of a step, over those of a product of large matrices
 

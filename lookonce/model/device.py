@@ -75,6 +75,11 @@ class CopyStream:
         values.record_stream(self._stream)
         return host
 
+    def wait(self) -> None:
+        """Wait until all copies that were asked for are done."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
 
 def new_event(device: torch.device, *, timed: bool = False) -> Any:
     """An event of the device's stream; None on a CPU, where nothing is enqueued."""

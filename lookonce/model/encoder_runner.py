@@ -80,7 +80,7 @@ class EncoderRunner:
         self._family = family
         self._group = group
         self._dtype = dtype
-        self._device = device
+        self.device = device
         self._outputs: dict[bytes, Tensor] = {}
         self._copies = CopyStream(device)
         self._host = HostCopies(self._copies)
@@ -131,7 +131,7 @@ class EncoderRunner:
 
     def run(self, items: Sequence[EncodeItem]) -> EncodeReport:
         """Encode each item that is not held yet. An item that fails does not fail the others."""
-        report, reads = EncodeReport(), StepReads(self._device)
+        report, reads = EncodeReport(), StepReads(self.device)
         self._encode_all(items, report, reads)
         reads.wait()
         self.check(report)
@@ -210,7 +210,7 @@ class EncoderRunner:
             tensors = item_tensors(
                 item.item,
                 dtype=self._dtype,
-                device=self._device,
+                device=self.device,
                 copies=self._copies,
                 on_host=self._family.host_arrays,
             )
@@ -226,7 +226,7 @@ class EncoderRunner:
         self, modality: Modality, jobs: list[_Job], report: EncodeReport, reads: StepReads
     ) -> None:
         """Encode all in one call; if that fails, each alone, so that only faulty items fail."""
-        timer = DeviceTimer(self._device)
+        timer = DeviceTimer(self.device)
         try:
             outputs = self._encode(modality, jobs)
             finite = reads.later(torch.stack([output.isfinite().all() for output in outputs]))
@@ -263,10 +263,12 @@ class EncoderRunner:
 
 class OutputCopier:
     """Implements `types.ports.EncoderOutputCopier`. Outputs are never written once they are made,
-    so a worker may read one beside the steps. PyTorch releases the interpreter while it copies."""
+    so a worker may read one beside the steps, on a stream of its own. PyTorch releases the
+    interpreter while it copies."""
 
     def __init__(self, encoder: EncoderRunner) -> None:
         self._encoder = encoder
+        self._copies = CopyStream(encoder.device)
 
     def pin(self, key: bytes) -> object | None:
         return self._encoder.output(key) if key in self._encoder else None
@@ -275,8 +277,9 @@ class OutputCopier:
     def copy(self, pinned: object, out: memoryview) -> None:
         if not isinstance(pinned, Tensor):
             raise TypeError("what is copied must have been pinned")
-        source = pinned.view(-1).view(torch.uint8)
-        torch.frombuffer(out, dtype=torch.uint8).copy_(source)
+        host = self._copies.to_host(pinned)
+        self._copies.wait()
+        torch.frombuffer(out, dtype=torch.uint8).copy_(host.view(-1).view(torch.uint8))
 
 
 def _owned(output: Tensor, dtype: torch.dtype) -> Tensor:

@@ -15,6 +15,8 @@ import torch
 from lookonce.config import ModelConfig
 from lookonce.model.attention.reference import ReferenceBackend
 from lookonce.model.device import CopyStream, StepReads, to_device
+from lookonce.model.encoder_runner import EncoderRunner, OutputCopier
+from lookonce.model.families.base import ModelFamily
 from lookonce.model.loader import load_model
 from lookonce.model.runner import Runner
 from lookonce.model.sampler import PromptLogprobScorer, Sampler, SamplerOutput, _Part
@@ -159,6 +161,17 @@ def test_what_a_copy_stream_brings_is_what_it_took():
         host = reads.later(back)
         reads.wait()
         assert host.tolist() == [0, 1, 2, 3]
+
+
+def test_an_output_for_a_tier_is_copied_beside_the_steps():
+    with simulated_device() as (device, seen):
+        encoder = EncoderRunner(ModelFamily, torch.float32, device)  # type: ignore[arg-type]
+        output = to_device(torch.arange(8.0).view(2, 4), device)
+        encoder._outputs[b"a"] = output
+        copier, out = OutputCopier(encoder), bytearray(32)
+        with seen.refusing():
+            copier.copy(copier.pin(b"a"), memoryview(out))
+        assert np.frombuffer(out, np.float32).tolist() == list(range(8))
 
 
 def test_a_copy_that_is_not_waited_for_would_be_found(monkeypatch):

@@ -114,6 +114,9 @@ class Stream:
     def wait_stream(self, other: Stream) -> None:
         self._waited[other] = watch().now()
 
+    def synchronize(self) -> None:
+        watch().deliver(watch().now())
+
     def sees(self, tensor: DeviceTensor) -> bool:
         return tensor.made_by is self or self._waited.get(tensor.made_by, -1) > tensor.made_at
 
