@@ -44,11 +44,20 @@ from tests.support.simulated_device import (
 )
 
 ALL_KINDS = (
-    *("llama", "qwen3", "gemma2", "gemma3_text"),
-    *("llava", "gemma3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "voxtral"),
+    *("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "llava", "gemma3", "voxtral"),
+    *(
+        "qwen2_vl",
+        "qwen2_5_vl",
+        "qwen3_vl",
+        "nano",
+        "qwen2_audio",
+        "qwen3_omni",
+        "qwen3_moe",
+        "gpt_oss",
+    ),
 )
-"""Encoders of the others wait inside, in transformers: Pixtral's and Mistral 3's for sizes, those
-of Idefics 3, SmolVLM and Qwen2-Audio for a mask, Qwen Omni's for the lengths of sounds."""
+"""Inside transformers the encoders of Pixtral and Mistral 3 wait for sizes, and those of Idefics 3
+and SmolVLM for a mask."""
 VOCAB, EOS = 700, 3
 ASKED = {
     "plain": SamplingParams(temperature=0.0),
@@ -114,7 +123,7 @@ def on_cpu_and_device(folder, steps: Steps, **options) -> tuple[Served, Served, 
     return found, expected, cases
 
 
-@pytest.mark.parametrize("kind", ALL_KINDS if ALL_MODELS else ["qwen2_5_vl"])
+@pytest.mark.parametrize("kind", ALL_KINDS if ALL_MODELS else ["nano"])
 def test_whole_steps_wait_once_and_answer_as_on_a_cpu(kind, folder, steps):
     """Chunked prefill, mixed batches, encoder runs and prompt log-probabilities."""
     scored = {0: 2, 1: 0}

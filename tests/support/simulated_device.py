@@ -266,7 +266,10 @@ class Watch(TorchDispatchMode):
         kwargs.pop("pin_memory", None)
         kwargs.pop("non_blocking", None)
         args, kwargs = tree_map(_values, args), tree_map(_values, kwargs)
-        result = func(*args, **kwargs)
+        if func is aten.histc.default:  # of integers, only a GPU counts
+            result = func(args[0].float(), *args[1:], **kwargs).to(args[0].dtype)
+        else:
+            result = func(*args, **kwargs)
         if self.recorded is not None:
             self.recorded.append((func, args, kwargs, result))
         if func in READS_BACK:
