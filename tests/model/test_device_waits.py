@@ -44,20 +44,11 @@ from tests.support.simulated_device import (
 )
 
 ALL_KINDS = (
-    *("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "llava", "gemma3", "voxtral"),
-    *(
-        "qwen2_vl",
-        "qwen2_5_vl",
-        "qwen3_vl",
-        "nano",
-        "qwen2_audio",
-        "qwen3_omni",
-        "qwen3_moe",
-        "gpt_oss",
-    ),
+    *("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gpt_oss", "gemma2", "gemma3_text"),
+    *("llava", "gemma3", "idefics3", "smolvlm", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "nano"),
+    *("qwen3_omni", "qwen2_audio", "voxtral"),
 )
-"""Inside transformers the encoders of Pixtral and Mistral 3 wait for sizes, and those of Idefics 3
-and SmolVLM for a mask."""
+"""The encoders of Pixtral and Mistral 3 wait inside transformers, for the sizes of pictures."""
 VOCAB, EOS = 700, 3
 ASKED = {
     "plain": SamplingParams(temperature=0.0),

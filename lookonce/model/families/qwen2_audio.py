@@ -6,10 +6,9 @@ from collections.abc import Hashable, Sequence
 
 import torch
 from torch import Tensor
-from transformers.masking_utils import create_bidirectional_mask
 
-from lookonce.model.device import to_device
 from lookonce.model.families.base import ModelFamily, Tensors
+from lookonce.model.families.padding import padding_mask
 from lookonce.types.media import Modality
 
 
@@ -36,13 +35,7 @@ class Qwen2AudioFamily(ModelFamily):
         return [output[:count] for output, count in zip(projected, counts, strict=True)]
 
     def padding_mask(self, lengths: Tensor, like: Tensor) -> Tensor | None:
-        """A mask with which no sound attends to its padding; made on the host, which reads it."""
+        """A mask with which no sound attends to its padding."""
         config = self.model.model.audio_tower.config
-        span = config.max_source_positions
-        real = torch.arange(span) < lengths[:, None]
-        mask: Tensor | None = create_bidirectional_mask(
-            config=config,
-            inputs_embeds=torch.zeros(len(lengths), span, 1, dtype=like.dtype),
-            attention_mask=real.long(),
-        )
-        return None if mask is None else to_device(mask, like.device)
+        real = torch.arange(config.max_source_positions) < lengths[:, None]
+        return padding_mask(config, real, like)
