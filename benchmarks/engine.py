@@ -477,7 +477,7 @@ class _TransformersLoop:
         """Bytes that a decode step of so many sequences of so many tokens has to read."""
         text = self._model.config.get_text_config(decoder=True)
         head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        of_token = 2 * text.num_hidden_layers * text.num_key_value_heads * head_dim
+        of_token: int = 2 * text.num_hidden_layers * text.num_key_value_heads * head_dim
         return self.dtype.itemsize * (self.num_weights + batch * length * of_token)
 
     @torch.inference_mode()
