@@ -98,11 +98,21 @@ test-models: $(STAMP)
 	  $(addprefix tests/model/test_,film.py int8_weights.py loader_rope.py media_adapters.py) tests/test_llm.py \
 	  tests/benchmarks/test_cpu.py tests/render/test_sandbox.py tests/server/routes/test_render.py tests/end_to_end/test_general_media.py
 
-# On the first NVIDIA GPU: steps that wait once, with the answers of a CPU, and the start of what a server needs.
-# Skipped by name without one.
+# On the first NVIDIA GPU: the answers of a CPU, from every family, with graphs and without; tiers, offloads and
+# kills on a real server; then what it reaches. Skipped by name without one; TEST_DEVICE=cpu does the same on a CPU.
+TEST_DEVICE ?= cuda
+CUDA_TESTS := $(addprefix tests/model/test_,device_waits.py overlapped_steps.py decode_graphs.py attention_varlen.py parity.py) \
+  $(addprefix tests/end_to_end/test_,kv_tiers.py chaos.py)
+CUDA_DOCTOR := $(if $(filter cpu,$(TEST_DEVICE)),,--gpu)
+CUDA_ENGINE := $(if $(filter cpu,$(TEST_DEVICE)),--scale tiny --batches 1 8 --turns 1,--batches 1 8 64 256)
+CUDA_SERVE := $(if $(filter cpu,$(TEST_DEVICE)),--requests 16 --warm-up 4,--requests 256)
 test-cuda: $(STAMP)
-	@if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
-	  ALL_MODELS=1 TEST_CUDA=1 $(BIN)/python -m pytest --timeout 900 -n0 tests/model/test_device_waits.py tests/model/test_overlapped_steps.py tests/model/test_decode_graphs.py && $(BIN)/lookonce doctor --gpu; \
+	@if test "$(TEST_DEVICE)" = cpu || $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
+	  $(BIN)/lookonce doctor $(CUDA_DOCTOR) && \
+	  TEST_DEVICE=$(TEST_DEVICE) ALL_MODELS=1 $(BIN)/python -m pytest --timeout 900 -n0 $(CUDA_TESTS) && \
+	  $(BIN)/lookonce bench engine --device $(TEST_DEVICE) $(CUDA_ENGINE) && \
+	  $(BIN)/lookonce bench look --device $(TEST_DEVICE) --counts 1 --repeats 5 && \
+	  $(BIN)/lookonce bench serve --device $(TEST_DEVICE) $(CUDA_SERVE); \
 	else echo "test-cuda: skipped, torch finds no NVIDIA GPU here"; fi
 
 # Two processes that compute one model, on the CPU: a real server's answers, and what becomes of it when one dies.

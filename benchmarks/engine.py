@@ -12,6 +12,15 @@ Our side is what a server has: an engine process and a client of it in this proc
 over a unix socket between them. The client's caller turns tokens into text at once, where a
 server would also write HTTP.
 
+With `--device` the table is of the clock instead, on that device, beside transformers there:
+
+step ms    of a decode step, and how much of it the device works on it (on a CPU: the runner)
+host       the rest: the share of the time in which the device has no step
+bandwidth  bytes of weights, keys and values that a step reads, over what a copy on the device moves
+arithmetic operations of a step, over those of a product of large matrices
+
+Without --model a folder of random weights is written then, of the shape of Llama 3.2 1B.
+
 With `--against FOLDER` another table has the own CPU time beside that of another checkout (an
 earlier commit with its compiled kernels), each pair of runs in turn in processes of their own. The
 least of all runs stands beside the median: other work of the machine only adds to CPU time.
@@ -27,8 +36,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Coroutine, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,7 +51,12 @@ from transformers import (
 )
 from transformers.utils.logging import disable_progress_bar
 
-from benchmarks.engine_process import MODEL_SECONDS, PROCESS_SECONDS
+from benchmarks.engine_process import (
+    DEVICE_SECONDS,
+    MODEL_SECONDS,
+    PROCESS_SECONDS,
+    WALL_SECONDS,
+)
 from benchmarks.report import Report, median, publish
 from lookonce.config import (
     NANO_FOLDER,
@@ -60,26 +74,38 @@ from lookonce.render.prompt.detokenizer import Detokenizer
 from lookonce.render.prompt.tokenizer import Tokenizer
 from lookonce.types.request import RenderedPrompt
 from lookonce.types.sampling import SamplingParams
+from tests.support.model_folders.make import make_folder
 
 BATCHES = (1, 8, 32)
 PROMPT_TOKENS = 64
 STEPS = 48
 TURNS = 9
 PAIRS = 5
+SCALE = "1b"
+GRAPH_BYTES = 2 << 30
+PEAK_RUNS = 7
 ROOT = Path(__file__).resolve().parents[1]
 RUN = "import sys; from benchmarks.engine import main; main(sys.argv[1:])"
 
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="lookonce bench engine", description=__doc__)
-    parser.add_argument("--model", default=str(NANO_FOLDER), help="folder; default: nano")
+    parser.add_argument("--model", help="folder; default: nano")
     parser.add_argument("--batches", type=int, nargs="+", default=list(BATCHES))
     parser.add_argument("--turns", type=int, default=TURNS)
+    parser.add_argument("--device", help="the clock's figures, on cpu, cuda or cuda:N")
+    parser.add_argument("--dtype", default="bfloat16", help="with --device; default: bfloat16")
+    parser.add_argument("--scale", default=SCALE, help=f"of random weights; default: {SCALE}")
     parser.add_argument("--temperature", type=float, default=0.0, help="of our side; default: 0")
     parser.add_argument("--against", type=Path, metavar="FOLDER", help="another checkout")
     parser.add_argument("--pairs", type=int, default=PAIRS, help="of runs, with --against")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
+    if options.device is not None:
+        report = on_device(options)
+        publish([report], options.json)
+        return 0
+    options.model = options.model or str(NANO_FOLDER)
     if options.against is not None:
         if not (options.against / "benchmarks" / "engine.py").is_file():
             parser.error(f"--against {options.against} is no folder of a checkout")
@@ -92,6 +118,97 @@ def main(arguments: Sequence[str]) -> int:
         report = asyncio.run(run_of)
     publish([report], options.json)
     return 0
+
+
+def on_device(options: argparse.Namespace) -> Report:
+    """The table of `--device`."""
+    with ExitStack() as stack:
+        folder = options.model
+        if folder is None:
+            scratch = stack.enter_context(tempfile.TemporaryDirectory())
+            target = Path(scratch) / "model"
+            folder = str(make_folder("llama", target, scale=options.scale, dtype=options.dtype))
+        model = ModelConfig(
+            folder,
+            "bench",
+            device=options.device,
+            dtype=options.dtype,
+            cuda_graph_bytes=0 if options.device == "cpu" else GRAPH_BYTES,
+        )
+        return asyncio.run(measure_device(model, options.batches, options.turns))
+
+
+async def measure_device(model: ModelConfig, batches: Sequence[int], turns: int) -> Report:
+    """One row per batch size."""
+    torch.set_num_threads(1)
+    columns = ("batch", "step ms", "device ms", "host", "our tok/s", "HF tok/s", "ratio")
+    report = Report("engine, on a device", (*columns, "bandwidth", "arithmetic"))
+    theirs = _TransformersLoop(model.folder, model.device, model.dtype)
+    peak = _Peaks.of(torch.device(model.device), theirs.dtype)
+    report.notes += [
+        f"{model.device}, {model.dtype}; {STEPS} decode steps after {PROMPT_TOKENS} prompt tokens, "
+        f"medians of {turns} turns; one CPU thread",
+        f"a copy moves {peak.bandwidth / 1e9:.1f} GB/s, a product of matrices computes "
+        f"{peak.arithmetic / 1e12:.2f} TFLOP/s",
+    ]
+    async with open_engine(model, max(batches), overlapped=model.device != "cpu") as ours:
+        for batch in batches:
+            await ours.decode(batch, PROMPT_TOKENS, STEPS)
+            theirs.decode(batch, PROMPT_TOKENS, STEPS, time.perf_counter)
+            turned = [await ours.decode(batch, PROMPT_TOKENS, STEPS) for _ in range(turns)]
+            wall, device = (median([getattr(t, n) for t in turned]) for n in ("wall", "device"))
+            their_wall = median(
+                [
+                    theirs.decode(batch, PROMPT_TOKENS, STEPS, time.perf_counter)
+                    for _ in range(turns)
+                ]
+            )
+            moved = theirs.step_bytes(batch, PROMPT_TOKENS + STEPS // 2)
+            report.add(
+                batch,
+                wall * 1e3,
+                device * 1e3,
+                max(0.0, 1 - device / wall),
+                batch / wall,
+                batch / their_wall,
+                their_wall / wall,
+                moved / wall / peak.bandwidth,
+                2 * theirs.num_weights * batch / wall / peak.arithmetic,
+            )
+            report.print_last()
+    return report
+
+
+class _Peaks(NamedTuple):
+    """What a device reaches at most, measured on it."""
+
+    bandwidth: float
+    """Bytes a second, read and written, of a large copy."""
+    arithmetic: float
+    """Operations a second of a product of large matrices."""
+
+    @classmethod
+    def of(cls, device: torch.device, dtype: torch.dtype) -> _Peaks:
+        count, side = (1 << 24, 512) if device.type == "cpu" else (1 << 30, 8192)
+        source = torch.ones(count, dtype=torch.uint8, device=device)
+        target = torch.empty_like(source)
+        matrix = torch.ones(side, side, dtype=dtype, device=device)
+        moved = _least_seconds(lambda: target.copy_(source), device)
+        multiplied = _least_seconds(lambda: matrix @ matrix, device)
+        return cls(2 * count / moved, 2 * side**3 / multiplied)
+
+
+def _least_seconds(work: Callable[[], object], device: torch.device) -> float:
+    """Of several runs, each waited for."""
+    module = torch.get_device_module(device)
+    best = float("inf")
+    for _ in range(PEAK_RUNS):
+        module.synchronize()
+        started = time.perf_counter()
+        work()
+        module.synchronize()
+        best = min(best, time.perf_counter() - started)
+    return best
 
 
 def beside(other: Path, run: Sequence[str], pairs: int) -> Report:
@@ -141,7 +258,7 @@ async def measure(
         ],
     )
     theirs = _TransformersLoop(folder)
-    async with open_engine(folder, max(batches), temperature) as ours:
+    async with open_engine(ModelConfig(folder, "bench"), max(batches), temperature) as ours:
         for batch in batches:
             await _turn(ours, theirs, batch)
             rows = [await _turn(ours, theirs, batch) for _ in range(turns)]
@@ -195,7 +312,13 @@ class EngineUnderTest:
         await self._client.stats()  # answered once all have ended
         used = _Clocks(*(end - start for start, end in zip(before, after, strict=True)))
         made = used.tokens / batch
-        return StepCost(used.model / made, used.engine / made, used.client * batch / read)
+        return StepCost(
+            used.model / made,
+            used.engine / made,
+            used.client * batch / read,
+            used.wall / made,
+            used.device / made,
+        )
 
     async def _clocks(self) -> _Clocks:
         """Reads both processes' clocks; the engine answers between two steps."""
@@ -204,6 +327,8 @@ class EngineUnderTest:
             model=stats[MODEL_SECONDS],
             engine=stats[PROCESS_SECONDS] - stats[MODEL_SECONDS],
             client=time.process_time(),
+            wall=stats[WALL_SECONDS],
+            device=stats[DEVICE_SECONDS],
             tokens=stats["generation_tokens_total"],
         )
 
@@ -222,7 +347,7 @@ class EngineUnderTest:
 
 
 class StepCost(NamedTuple):
-    """CPU seconds of one decode step of the whole batch, on average over a turn."""
+    """Seconds of one decode step of the whole batch, on average over a turn."""
 
     model: float
     """CPU seconds in the text model, its embedding and its head."""
@@ -230,14 +355,20 @@ class StepCost(NamedTuple):
     """CPU seconds in the rest of the engine process."""
     client: float
     """CPU seconds in the client's process."""
+    wall: float
+    """Seconds of the clock."""
+    device: float
+    """Seconds of the device, or on a CPU of the runner."""
 
 
 class _Clocks(NamedTuple):
-    """CPU seconds used and tokens generated since the start."""
+    """Seconds used, of CPUs and others, and tokens generated since the start."""
 
     model: float
     engine: float
     client: float
+    wall: float
+    device: float
     tokens: float
 
 
@@ -263,22 +394,22 @@ class _Sequence:
 
 @asynccontextmanager
 async def open_engine(
-    folder: str, batch: int, temperature: float = 0.0
+    model: ModelConfig, batch: int, temperature: float = 0.0, *, overlapped: bool = False
 ) -> AsyncIterator[EngineUnderTest]:
     """Starts an engine process and a client of it, for batches of up to `batch` sequences."""
-    async with client_of_engine(ModelConfig(folder, "bench"), batch, COMMAND) as client:
-        yield EngineUnderTest(folder, client, temperature)
+    async with client_of_engine(model, batch, COMMAND, overlapped=overlapped) as client:
+        yield EngineUnderTest(model.folder, client, temperature)
 
 
 @asynccontextmanager
 async def client_of_engine(
-    model: ModelConfig, batch: int, command: Sequence[str]
+    model: ModelConfig, batch: int, command: Sequence[str], *, overlapped: bool = False
 ) -> AsyncIterator[EngineClient]:
     """Starts an engine process by `command`, and a client of it that is ready."""
     with tempfile.TemporaryDirectory(prefix="lookonce-bench-") as scratch:
         settings = EngineSettings(
             model=model,
-            scheduler=SchedulerConfig(max_num_seqs=batch),
+            scheduler=SchedulerConfig(max_num_seqs=batch, async_scheduling=overlapped),
             kv=KVConfig(),
             encoder=EncoderConfig(),
             address=f"{scratch}/engine",
@@ -320,13 +451,15 @@ class _TransformersLoop:
     The loop skips what `generate` and the multimodal wrapper do around the text model.
     """
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, device: str = "cpu", dtype: str = "float32") -> None:
+        self.dtype: torch.dtype = getattr(torch, dtype)
+        self._device = torch.device(device)
         config = AutoConfig.from_pretrained(folder)
         disable_progress_bar()
         composite = config.get_text_config(decoder=True) is not config
         auto = AutoModelForMultimodalLM if composite else AutoModelForCausalLM
-        model = auto.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
-        self._model = model.eval()
+        model = auto.from_pretrained(folder, dtype=self.dtype, attn_implementation="sdpa")
+        self._model = model.eval().to(self._device)
         text = config.get_text_config(decoder=True)
         rope = getattr(text, "rope_parameters", None) or {}
         self._axes = 3 if "mrope_section" in rope else 1
@@ -334,21 +467,42 @@ class _TransformersLoop:
         self._cache = DynamicCache(config=text)
         self._length = 0
 
+    @property
+    def num_weights(self) -> int:
+        """That each token is multiplied by."""
+        modules = (self._model.get_decoder().layers, self._model.get_output_embeddings())
+        return sum(weight.numel() for module in modules for weight in module.parameters())
+
+    def step_bytes(self, batch: int, length: int) -> int:
+        """Bytes that a decode step of so many sequences of so many tokens has to read."""
+        text = self._model.config.get_text_config(decoder=True)
+        head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        of_token: int = 2 * text.num_hidden_layers * text.num_key_value_heads * head_dim
+        return self.dtype.itemsize * (self.num_weights + batch * length * of_token)
+
     @torch.inference_mode()
-    def decode(self, batch: int, prompt_tokens: int, steps: int) -> float:
-        """CPU seconds of one decode step, on average over `steps` after a prefill."""
+    def decode(
+        self,
+        batch: int,
+        prompt_tokens: int,
+        steps: int,
+        clock: Callable[[], float] = time.process_time,
+    ) -> float:
+        """Seconds of one decode step by `clock`, on average over `steps` after a prefill."""
         self._cache = DynamicCache(config=self._model.config.get_text_config(decoder=True))
         self._length = 0
-        token = self._forward(torch.randint(20, self._vocab_size, (batch, prompt_tokens)))
-        cpu = time.process_time()
+        shape = (batch, prompt_tokens)
+        token = self._forward(torch.randint(20, self._vocab_size, shape, device=self._device))
+        token.tolist()  # a device has computed the prompts
+        started = clock()
         for _ in range(steps):
             token = self._forward(token)
             token.tolist()  # a server reads every token
-        return (time.process_time() - cpu) / steps
+        return (clock() - started) / steps
 
     def _forward(self, ids: torch.Tensor) -> torch.Tensor:
         end = self._length + ids.shape[1]
-        positions = torch.arange(self._length, end).expand(ids.shape[0], -1)
+        positions = torch.arange(self._length, end, device=self._device).expand(ids.shape[0], -1)
         self._length = end
         if self._axes > 1:
             positions = positions.expand(self._axes, -1, -1)

@@ -16,6 +16,7 @@ import torch
 
 from lookonce.core.block_pool import BlockPool
 from lookonce.engine.process.build import assemble
+from lookonce.engine.process.cache_events import Load
 from lookonce.engine.process.engine_core import EngineCore, RequestPreprocessor
 from lookonce.engine.process.load_engine import Progress, attention_of, make_runner
 from lookonce.engine.process.main import run_engine
@@ -29,7 +30,12 @@ MODEL_SECONDS = "bench_model_cpu_seconds"
 """CPU time in the text model, its embedding and its head."""
 PROCESS_SECONDS = "bench_process_cpu_seconds"
 """CPU time of all threads of the engine process."""
-NUM_BLOCKS = 4096
+WALL_SECONDS = "bench_wall_seconds"
+"""The engine process's clock."""
+DEVICE_SECONDS = "bench_device_seconds"
+"""Time of the device on steps that only decode; on a CPU, time of the runner."""
+NUM_TOKENS = 65536
+"""Of the KV cache; each sequence has room for two blocks at least."""
 
 
 class Stopwatch:
@@ -49,7 +55,11 @@ class Stopwatch:
         return timed
 
     def figures(self) -> dict[str, float]:
-        return {MODEL_SECONDS: self.cpu, PROCESS_SECONDS: time.process_time()}
+        return {
+            MODEL_SECONDS: self.cpu,
+            PROCESS_SECONDS: time.process_time(),
+            WALL_SECONDS: time.perf_counter(),
+        }
 
 
 def build(settings: EngineSettings, progress: Progress) -> tuple[EngineCore, RequestPreprocessor]:
@@ -58,11 +68,14 @@ def build(settings: EngineSettings, progress: Progress) -> tuple[EngineCore, Req
     loaded = load_model(settings.model, progress)
     watch = Stopwatch()
     backend, block_size = attention_of(loaded, settings.kv)
-    pool = BlockPool(NUM_BLOCKS, block_size)
+    num_blocks = max(NUM_TOKENS // block_size, 2 * settings.scheduler.max_num_seqs)
+    pool = BlockPool(num_blocks, block_size)
     runner = make_runner(loaded, settings, backend, pool)
+    runner.capture()
     runner.logits = watch.around(runner.logits)  # type: ignore[method-assign]
     core, preprocessor = assemble(loaded.info, runner, settings, pool)
-    core.add_figures = watch.figures
+    load = core.load = Load()
+    core.add_figures = lambda: {**watch.figures(), DEVICE_SECONDS: load.decode_seconds}
     gc.collect()
     gc.freeze()
     return core, preprocessor

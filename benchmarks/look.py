@@ -51,16 +51,17 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="lookonce bench look", description=__doc__)
     parser.add_argument("--counts", type=int, nargs="+", default=list(COUNTS))
     parser.add_argument("--repeats", type=int, default=REPEATS)
+    parser.add_argument("--device", default="cpu", help="of the servers; default: cpu")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
     set_environment()
     reports = []
     for make in (
         parsing_report,
-        lambda: first_text_report(options.repeats),
-        lambda: requests_report(options.counts, options.repeats),
-        streams_report,
-        saturation_report,
+        lambda: first_text_report(options.repeats, options.device),
+        lambda: requests_report(options.counts, options.repeats, options.device),
+        lambda: streams_report(options.device),
+        lambda: saturation_report(options.device),
     ):
         reports.append(make())
         reports[-1].show()
@@ -104,10 +105,10 @@ def parsing_report() -> Report:
 # --- Known pictures beside a peer ----------------------------------------------------------------
 
 
-def first_text_report(repeats: int) -> Report:
+def first_text_report(repeats: int, device: str) -> Report:
     """Known pictures, one per prompt, in order of size; every question is new."""
     report = Report("look (first text)", ("known picture", "TTFT ms", "peer ms", "share"))
-    with running_server() as server:
+    with running_server(["--device", device]) as server:
         asker = Asker(server)
         for (size, file_format), theirs in PEER_FIRST_TEXT_MS.items():
             pictures = [encoded_picture(size, file_format)]
@@ -121,13 +122,13 @@ def first_text_report(repeats: int) -> Report:
 # --- Known and new pictures, and without the cache -----------------------------------------------
 
 
-def requests_report(counts: Sequence[int], repeats: int) -> Report:
+def requests_report(counts: Sequence[int], repeats: int, device: str) -> Report:
     """One row per kind of picture, number of pictures and state of the cache."""
     costs = ("API CPU ms", "parse ms", "beyond ms", "TTFT ms")
     columns = ("picture", "pictures", "cache", *costs, "decodes", "processed", "encoder runs")
     report = Report("look", columns)
     report.notes.append(f"nano, one request at a time, {repeats} a row (misses and off: 3)")
-    limits = ["--limit-mm-per-prompt", f"image={max(counts)}"]
+    limits = ["--device", device, "--limit-mm-per-prompt", f"image={max(counts)}"]
     with (
         running_server(limits) as cached,
         running_server([*limits, "--mm-processor-cache-gb", "0"]) as uncached,
@@ -261,14 +262,14 @@ ROUNDS = 5
 _numbers = itertools.count()
 
 
-def streams_report() -> Report:
+def streams_report(device: str) -> Report:
     """One row per number of concurrent streams."""
     columns = ("streams", "API us/request", "API us/token", "tok/s")
     report = Report("look (streams)", columns)
     report.notes.append(
         f"nano, streamed text; a request: {SHORT} tokens; a token: by answers of {SHORT} and {LONG}"
     )
-    with running_server() as server:
+    with running_server(["--device", device]) as server:
         _stream_load(server, 8, LONG)
         for concurrency in CONCURRENCY:
             rounds = [
@@ -315,7 +316,7 @@ PAUSE = 0.02
 """Seconds between two samples, so that sampling itself does not load the server."""
 
 
-def saturation_report() -> Report:
+def saturation_report(device: str) -> Report:
     """One row per kind of request: idle, and while every worker decodes new 4K pictures.
 
     Every request asks for more tokens than the model has, which is refused once its prompt is
@@ -330,7 +331,7 @@ def saturation_report() -> Report:
         "look (saturated)",
         ("request", "idle p50 ms", "idle p95 ms", "busy p50 ms", "busy p95 ms", "p95 ratio"),
     )
-    with running_server() as server:
+    with running_server(["--device", device]) as server:
         for _, prompts in known:
             _make_known(server, prompts)
         idle = _measure_all(server, known)

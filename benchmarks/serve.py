@@ -76,6 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--url", help="an OpenAI-compatible server that runs already")
     add("--api-key", help="its key")
     add("--model", default="nano", help="folder or id to start a server for; default nano")
+    add("--device", default="cpu", help="of the server that is started; default: cpu")
     add("--serve-options", default="", help="more options of lookonce serve, in one string")
     add("--served-model-name", help="the name in requests; default: the server's first")
     add("--workload", nargs="+", choices=[*WORKLOADS], default=None, help="default: all of them")
@@ -127,7 +128,8 @@ def _served(options: argparse.Namespace) -> Iterator[str]:
         if options.peer_shape:
             target = Path(scratch) / "folder"
             model = str(make_folder(PEER_FOLDER, target, scale=options.scale, dtype=PEER_DTYPE))
-        arguments = [model, "--served-model-name", "bench", *shlex.split(options.serve_options)]
+        arguments = [model, "--served-model-name", "bench", "--device", options.device]
+        arguments += shlex.split(options.serve_options)
         with running_server(arguments) as server:
             yield server.url
 

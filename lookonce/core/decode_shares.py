@@ -185,18 +185,34 @@ class DecodeShares:
         return [sequence for sequence in decodes if sequence in chosen]
 
     def note_done(
-        self, plan: StepPlan, encode_owners: EncodeOwners, planned_at: float, *, measured: bool
+        self,
+        plan: StepPlan,
+        encode_owners: EncodeOwners,
+        planned_at: float,
+        *,
+        measured: bool,
+        device_seconds: Iterable[tuple[int, float]] | None = None,
     ) -> None:
         """A step that was planned at `planned_at` has ended; nothing was updated yet.
         `encode_owners`: for whose requests its items were encoded. `measured`: `measures`, when it
-        was planned.
+        was planned. `device_seconds`: of the step's result.
 
         Called for steps with new prompts while one tenant is served, too: what they cost is known
         then once another one comes.
         """
-        now = self._state.clock()
-        seconds = now - max(planned_at, self._done_at)  # it began when the one before ended
+        now, before = self._state.clock(), self._done_at
         self._done_at = now
+        if device_seconds is None:
+            seconds = now - max(planned_at, before)  # it began when the one before ended
+            self._note_seconds(plan, encode_owners, seconds, measured=measured)
+        elif (on_device := dict(device_seconds).get(plan.step_id)) is not None:
+            self._note_seconds(plan, encode_owners, on_device, measured=measured)
+        if measured:
+            self._charge(plan)
+
+    def _note_seconds(
+        self, plan: StepPlan, encode_owners: EncodeOwners, seconds: float, *, measured: bool
+    ) -> None:
         num_decodes = sum(chunk.num_tokens == 1 for chunk in plan.scheduled)
         num_tokens = sum(chunk.num_tokens for chunk in plan.scheduled if chunk.num_tokens > 1)
         if plan.encode or plan.restore:
@@ -208,8 +224,6 @@ class DecodeShares:
             self._times.note_prompt(num_tokens, num_decodes, seconds)
         elif measured and num_decodes and not num_tokens:
             self._times.note(num_decodes, seconds)
-        if measured:
-            self._charge(plan)
 
     def _charge(self, plan: StepPlan) -> None:
         """Each tenant with what its part of the step costs by itself."""

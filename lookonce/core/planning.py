@@ -168,7 +168,8 @@ class Planner:
     def _plan_pass(self) -> StepPass:
         fairness, shares = self._fairness, self.decode_shares
         self.session_eviction.next_time = None
-        decodes = shares.choose(self._decodes())
+        ended = self._ended_prompts()
+        decodes = shares.choose(self._decodes(ended))
         tokens = self._max_tokens
         if shares.measures and (most := shares.prompt_tokens) is not None:
             tokens = min(tokens, len(decodes) + most)
@@ -197,14 +198,20 @@ class Planner:
             if self._prefetcher is not None and not step.stalled and step.encoder.left > 0:
                 self._prefetcher.plan(step)
         if step.starved or fairness.starved:
-            fairness.note_starved(step.starved)
+            fairness.note_starved(step.starved, ended)
         return step
 
-    def _decodes(self) -> list[Sequence]:
-        """Sequences of which the next step may compute one token, known or being sampled."""
+    def _ended_prompts(self) -> list[Sequence]:
+        """Sequences whose prompt ends in the step under way."""
         if not self._notes:  # no step is under way
+            return []
+        return [s for s in self._queues.prefilling if s.is_planned]
+
+    def _decodes(self, ended: list[Sequence]) -> list[Sequence]:
+        """Sequences of which the next step may compute one token, known or being sampled."""
+        if not self._notes:
             return self._queues.decoding.head(self._max_tokens)
-        begun = [s for s in self._queues.prefilling if s.is_planned and _samples(s)]
+        begun = [s for s in ended if _samples(s)]
         ready = [s for s in (*self._queues.decoding, *begun) if s.num_planned + 1 < s.token_limit]
         return ready[: self._max_tokens]
 
@@ -453,9 +460,10 @@ class Fairness:
         """A candidate went first, and got something."""
         self._was_used = True
 
-    def note_starved(self, starved: list[Sequence]) -> None:
-        """`starved`: the sequences that got nothing in this step, in order of arrival."""
-        first_other = self._first_other()
+    def note_starved(self, starved: list[Sequence], ended: list[Sequence]) -> None:
+        """`starved`: the sequences that got nothing in this step, in order of arrival. `ended`:
+        those whose whole prompt was planned before it, though it is not known to be computed."""
+        first_other = self._first_other(ended)
         queued = {each: None for each in starved if self._may_queue(each, first_other)}
         staying = {sequence: None for sequence in self.starved if sequence in queued}
         self.starved = staying | queued
@@ -467,11 +475,13 @@ class Fairness:
         is_session = sequence.request.session is not None
         return is_session and sequence.state is SequenceState.PREFILLING
 
-    def _first_other(self) -> Sequence | None:
-        """The earliest running prompt that is no session's; without one, the first that waits. Of
-        several tenants the one whose turn it is."""
+    def _first_other(self, ended: list[Sequence]) -> Sequence | None:
+        """The earliest running prompt that is no session's and not `ended`; without one, the first
+        that waits. Of several tenants the one whose turn it is."""
         turns = self._queues.turns
-        prompts = [s for s in self._queues.prefilling if s.request.session is None]
+        prompts = [
+            s for s in self._queues.prefilling if s.request.session is None and s not in ended
+        ]
         return turns.first(prompts) or turns.first(self._queues.waiting)
 
 

@@ -85,7 +85,7 @@ class Preemption:
             return None
         # A tenant's prompts keep their order. The first attempt of one that is `non_preemptible`
         # decides whether it stays so.
-        busy = {_tenant(s) for s in queues.prefilling}
+        busy = {_tenant(s) for s in queues.prefilling if not s.is_planned}
         waiting = [
             s
             for s in queues.first_waiting_by_tenant()

@@ -136,7 +136,11 @@ class Scheduler:
             self._state.snapshot_planner.note_done()
         if plan.new or notes.shared:
             self._planner.decode_shares.note_done(
-                plan, notes.encode_owners, notes.planned_at, measured=notes.shared
+                plan,
+                notes.encode_owners,
+                notes.planned_at,
+                measured=notes.shared,
+                device_seconds=result.device_seconds,
             )
         self._update.update(plan, result, notes, is_ahead=self._planner.is_ahead)
 
@@ -407,11 +411,11 @@ class UpdateFromOutput:
         if plan.encode or result.lost_copies:
             self._update_encodings(plan, result, notes)
         if result.failed_items or result.failed_sequences:
-            self._end_failed(result)
+            self._end_failed(plan, result)
         if result.prompt_logprobs:
             self._note_prompt_logprobs(plan, result)
         for seq_id, positions in result.alignments.items():
-            if (aligned := self._state.queues.sequences.get(seq_id)) is not None:
+            if (aligned := self._computed_by(plan, seq_id)) is not None:
                 aligned.request.alignment = positions
         sequences, token_ids = self._state.queues.sequences, result.token_ids
         if is_ahead:
@@ -480,19 +484,26 @@ class UpdateFromOutput:
 
     def _note_prompt_logprobs(self, plan: StepPlan, result: StepResult) -> None:
         for entry in plan.scheduled:
-            sequence = self._state.queues.sequences.get(entry.seq_id)
+            sequence = self._computed_by(plan, entry.seq_id)
             scored = result.prompt_logprobs.get(entry.seq_id)
-            if sequence is not None and scored is not None and sequence.known_since <= plan.step_id:
+            if sequence is not None and scored is not None:
                 sequence.request.note_prompt_logprobs(entry.start, scored)
 
-    def _end_failed(self, result: StepResult) -> None:
-        """End every request that needed a failed item or had a failed sequence, and no other."""
+    def _computed_by(self, plan: StepPlan, seq_id: int) -> Sequence | None:
+        """The sequence that a plan computed; None if it has ended since, or was preempted."""
+        sequence = self._state.queues.sequences.get(seq_id)
+        return None if sequence is None or sequence.known_since > plan.step_id else sequence
+
+    def _end_failed(self, plan: StepPlan, result: StepResult) -> None:
+        """End every request that needed a failed item or had a failed sequence, and no other. One
+        that was preempted since is computed again, and fails then if it must."""
         for key, error in result.failed_items.items():
             holders = self._state.encoder_cache.holders(key)
             self._state.encoder_cache.remove_failed(key)
             self._end_requests(holders, error)
         for seq_id, error in result.failed_sequences.items():
-            self._end_requests((seq_id,), error)
+            if self._computed_by(plan, seq_id) is not None:
+                self._end_requests((seq_id,), error)
 
     def _end_requests(self, seq_ids: Iterable[int], error: LookOnceError) -> None:
         for seq_id in seq_ids:

@@ -9,6 +9,7 @@ a CPU host and device are one memory and nothing is copied.
 from __future__ import annotations
 
 import time
+from collections import deque
 from typing import Any
 
 import numpy as np
@@ -28,8 +29,56 @@ def to_device(
     host = torch.from_numpy(values) if isinstance(values, np.ndarray) else values
     if device.type == "cpu" or host.device == device:
         return host if dtype is None else host.to(dtype)
-    pinned = torch.empty(host.shape, dtype=dtype or host.dtype, pin_memory=True)
-    return pinned.copy_(host).to(device, non_blocking=True)
+    wanted = dtype or host.dtype
+    if host.dtype != wanted or not host.is_pinned():
+        host = torch.empty(host.shape, dtype=wanted, pin_memory=True).copy_(host)
+    return host.to(device, non_blocking=True)
+
+
+class CopyStream:
+    """Copies between host and device beside what the device computes, in an order of their own.
+
+    A copy to the device may begin while earlier steps are computed; whatever is computed after it
+    was asked for waits for it. A copy to the host begins once what was enqueued before is done, and
+    nothing that is computed later waits for it. On a CPU host and device are one memory.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._module: Any = None
+        self._stream: Any = None
+        if device.type != "cpu":
+            self._module = torch.get_device_module(device)
+            self._stream = self._module.Stream(device)
+
+    def to_device(self, values: Tensor | NDArray[Any], dtype: torch.dtype | None = None) -> Tensor:
+        """As the function `to_device`."""
+        if self._stream is None:
+            return to_device(values, self._device, dtype)
+        computing = self._module.current_stream(self._device)
+        with self._module.stream(self._stream):
+            there = to_device(values, self._device, dtype)
+        computing.wait_stream(self._stream)
+        there.record_stream(computing)  # its memory is not used again before that has ended
+        return there
+
+    def to_host(self, values: Tensor) -> Tensor:
+        """The values in pinned memory, once the copy is done: copies of this stream that are asked
+        for later see them. On a CPU the same tensor. `values` may be freed at once. Raises
+        `RuntimeError` if there is no memory to pin."""
+        if self._stream is None:
+            return values
+        host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        self._stream.wait_stream(self._module.current_stream(self._device))
+        with self._module.stream(self._stream):
+            host.copy_(values, non_blocking=True)
+        values.record_stream(self._stream)
+        return host
+
+    def wait(self) -> None:
+        """Wait until all copies that were asked for are done."""
+        if self._stream is not None:
+            self._stream.synchronize()
 
 
 def new_event(device: torch.device, *, timed: bool = False) -> Any:
@@ -87,8 +136,44 @@ class DeviceTimer:
             self._end.record()
 
     @property
+    def is_done(self) -> bool:
+        """Whether the device has ended what was enqueued before `stop`."""
+        return self._end is None or bool(self._end.query())
+
+    @property
     def seconds(self) -> float:
-        """Once the step was waited for."""
+        """Once the step was waited for, or `is_done`."""
         if self._begin is None:
             return self._seconds
         return float(self._begin.elapsed_time(self._end)) / 1000
+
+
+class DeviceTimes:
+    """How long an accelerator works on each step: asked for when it has ended, never waited for.
+
+    The host's clock cannot tell it: a step that samples nothing has no result to wait for.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._begun: DeviceTimer | None = None
+        self._enqueued: deque[tuple[int, DeviceTimer]] = deque()
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._begun = DeviceTimer(self._device)
+
+    def end(self, step_id: int) -> None:
+        """All of the step that was begun is enqueued. One that raised before has no time."""
+        if self._begun is not None:
+            self._begun.stop()
+            self._enqueued.append((step_id, self._begun))
+            self._begun = None
+
+    def take(self) -> tuple[tuple[int, float], ...]:
+        """(step, seconds) of those that have ended and were not taken before, in their order."""
+        taken = []
+        while self._enqueued and self._enqueued[0][1].is_done:
+            step_id, timer = self._enqueued.popleft()
+            taken.append((step_id, timer.seconds))
+        return tuple(taken)

@@ -5,8 +5,9 @@ Which outputs are held, moved or dropped is the scheduler's decision, told in ea
 
 from __future__ import annotations
 
+import hashlib
 import logging
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -14,10 +15,11 @@ import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
-from lookonce.errors import LookOnceError, RequestFailedError
-from lookonce.model.device import DeviceTimer, StepReads, to_device
+from lookonce.errors import DeviceLostError, LookOnceError, RequestFailedError
+from lookonce.model.device import CopyStream, DeviceTimer, StepReads
 from lookonce.model.families.base import ModelFamily, Tensors
 from lookonce.model.lora import RunnerLoRA
+from lookonce.model.tensor_parallel import TensorParallelGroup
 from lookonce.types.media import ITEM_SIZE, Array, Modality, ProcessedItem
 from lookonce.types.step import EmbedSlice, EncodeItem, ReceivedOutput, StepPlan
 
@@ -67,12 +69,21 @@ an item that must be encoded alone, and the adapter that changes the encoder."""
 class EncoderRunner:
     """Encoder outputs [num_embeds, row_width] on the device, each in memory of its own."""
 
-    def __init__(self, family: ModelFamily, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        family: ModelFamily,
+        dtype: torch.dtype,
+        device: torch.device,
+        group: TensorParallelGroup | None = None,
+    ) -> None:
+        """`group`: the other ranks, which hold the same outputs."""
         self._family = family
+        self._group = group
         self._dtype = dtype
-        self._device = device
+        self.device = device
         self._outputs: dict[bytes, Tensor] = {}
-        self._host = HostCopies(device)
+        self._copies = CopyStream(device)
+        self._host = HostCopies(self._copies)
         self.lora: RunnerLoRA | None = None
         """Set where adapters are served."""
 
@@ -89,7 +100,8 @@ class EncoderRunner:
 
     def execute(self, plan: StepPlan, reads: StepReads) -> EncodeReport:
         """Move and drop outputs as the plan says, then encode its items. Once `reads` were waited
-        for, `check` completes the report."""
+        for, `check` completes the report. Raises `DeviceLostError` where other ranks have failed
+        with other items."""
         report = EncodeReport()
         self._host.drop(plan.dropped_host)
         for key in plan.offload:
@@ -100,7 +112,18 @@ class EncoderRunner:
         for received in plan.received:
             self._receive(received, report)
         self._encode_all(plan.encode, report, reads)
+        if self._group is not None and (plan.encode or plan.restore or plan.received):
+            self._compare(report, self._group)
         return report
+
+    def _compare(self, report: EncodeReport, group: TensorParallelGroup) -> None:
+        """Ranks that compute different sequences would wait for each other for ever."""
+        if not group.is_same(hashlib.sha256(b"".join(sorted(report.failed))).digest()):
+            reasons = {error.message for error in report.failed.values()}
+            raise DeviceLostError(
+                "an item was encoded by some ranks of tensor parallelism alone; on rank "
+                f"{group.rank}: {'; '.join(sorted(reasons)) or 'nothing failed'}"
+            )
 
     def drop(self, keys: Iterable[bytes]) -> None:
         for key in keys:
@@ -108,7 +131,7 @@ class EncoderRunner:
 
     def run(self, items: Sequence[EncodeItem]) -> EncodeReport:
         """Encode each item that is not held yet. An item that fails does not fail the others."""
-        report, reads = EncodeReport(), StepReads(self._device)
+        report, reads = EncodeReport(), StepReads(self.device)
         self._encode_all(items, report, reads)
         reads.wait()
         self.check(report)
@@ -172,7 +195,7 @@ class EncoderRunner:
     def _receive(self, received: ReceivedOutput, report: EncodeReport) -> None:
         try:
             output = to_tensor(received.output)
-            self._outputs[received.key] = to_device(output, self._device, self._dtype)
+            self._outputs[received.key] = self._copies.to_device(output, self._dtype)
         except torch.AcceleratorError:
             raise
         except RuntimeError as error:
@@ -184,7 +207,13 @@ class EncoderRunner:
     ) -> None:
         modality = item.item.modality
         try:
-            tensors = item_tensors(item.item, dtype=self._dtype, device=self._device)
+            tensors = item_tensors(
+                item.item,
+                dtype=self._dtype,
+                device=self.device,
+                copies=self._copies,
+                on_host=self._family.host_arrays,
+            )
             batch = self._family.batch_key(modality, tensors)
         except COMPUTE_ERRORS as error:
             report.failed[item.key] = _failure(modality, error)
@@ -197,7 +226,7 @@ class EncoderRunner:
         self, modality: Modality, jobs: list[_Job], report: EncodeReport, reads: StepReads
     ) -> None:
         """Encode all in one call; if that fails, each alone, so that only faulty items fail."""
-        timer = DeviceTimer(self._device)
+        timer = DeviceTimer(self.device)
         try:
             outputs = self._encode(modality, jobs)
             finite = reads.later(torch.stack([output.isfinite().all() for output in outputs]))
@@ -234,10 +263,12 @@ class EncoderRunner:
 
 class OutputCopier:
     """Implements `types.ports.EncoderOutputCopier`. Outputs are never written once they are made,
-    so a worker may read one beside the steps. PyTorch releases the interpreter while it copies."""
+    so a worker may read one beside the steps, on a stream of its own. PyTorch releases the
+    interpreter while it copies."""
 
     def __init__(self, encoder: EncoderRunner) -> None:
         self._encoder = encoder
+        self._copies = CopyStream(encoder.device)
 
     def pin(self, key: bytes) -> object | None:
         return self._encoder.output(key) if key in self._encoder else None
@@ -246,8 +277,9 @@ class OutputCopier:
     def copy(self, pinned: object, out: memoryview) -> None:
         if not isinstance(pinned, Tensor):
             raise TypeError("what is copied must have been pinned")
-        source = pinned.view(-1).view(torch.uint8)
-        torch.frombuffer(out, dtype=torch.uint8).copy_(source)
+        host = self._copies.to_host(pinned)
+        self._copies.wait()
+        torch.frombuffer(out, dtype=torch.uint8).copy_(host.view(-1).view(torch.uint8))
 
 
 def _owned(output: Tensor, dtype: torch.dtype) -> Tensor:
@@ -267,12 +299,12 @@ class HostCopies:
     """Copies of encoder outputs in host memory, by key, so that none is encoded again.
 
     On the CPU host and device are one memory: a copy is the output itself. On CUDA copies are
-    pinned and made on the stream that computes: an output may be freed right after `offload`,
-    and a copy right after `restore`, because the allocators wait for the stream.
+    pinned, and made on a stream of their own: an output may be freed right after `offload`, and a
+    copy right after `restore`, because the allocators wait for the stream.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, stream: CopyStream) -> None:
+        self._stream = stream
         self._copies: dict[bytes, Tensor] = {}
 
     def __len__(self) -> int:
@@ -284,15 +316,11 @@ class HostCopies:
 
     def offload(self, key: bytes, output: Tensor) -> None:
         """Copy an output to the host. Raises `RuntimeError` if there is no memory to pin."""
-        if self._device.type == "cpu":
-            self._copies[key] = output
-            return
-        copy = torch.empty(output.shape, dtype=output.dtype, pin_memory=True)
-        self._copies[key] = copy.copy_(output, non_blocking=True)
+        self._copies[key] = self._stream.to_host(output)
 
     def restore(self, key: bytes) -> Tensor:
         """The output on the device; the copy stays. Raises `KeyError` if there is none."""
-        return self._copies[key].to(self._device, non_blocking=True)
+        return self._stream.to_device(self._copies[key])
 
     def drop(self, keys: Iterable[bytes]) -> None:
         for key in keys:
@@ -320,12 +348,22 @@ def to_tensor(array: Array) -> Tensor:
 
 
 def item_tensors(
-    item: ProcessedItem, *, dtype: torch.dtype, device: torch.device
+    item: ProcessedItem,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    copies: CopyStream | None = None,
+    on_host: Collection[str] = (),
 ) -> dict[str, Tensor]:
-    """An item's arrays on the device, by name; floating ones in the model's dtype."""
+    """An item's arrays on the device, by name; floating ones in the model's dtype. Those named in
+    `on_host` stay there. `copies` makes the copies; None: a new one."""
+    copies = copies or CopyStream(device)
     tensors = {}
     for name, array in item.arrays.items():
         tensor = to_tensor(array)
+        if name in on_host:
+            tensors[name] = tensor
+            continue
         wanted = dtype if tensor.is_floating_point() else tensor.dtype
-        tensors[name] = to_device(tensor, device, wanted)
+        tensors[name] = copies.to_device(tensor, wanted)
     return tensors

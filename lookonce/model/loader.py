@@ -108,7 +108,9 @@ def load_model(
     if pooling is not None and raw_config["model_type"] in TRANSCRIBES_ONLY:
         raise ModelLoadError("this model transcribes and gives no embeddings: leave out --pooling")
     family_class = family_for(raw_config)
-    dtype, device = DTYPES[config.dtype], torch.device(config.device)
+    dtype, device = DTYPES[config.dtype], torch.empty(0, device=config.device).device  # numbered
+    if dtype == torch.float32:  # cuDNN would compute convolutions with 10 bits of mantissa
+        torch.backends.cudnn.allow_tf32 = False
     declared = _declared_quantization(raw_config)
     if declared is not None:
         logger.info(

@@ -13,7 +13,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from lookonce.errors import LookOnceError, RequestFailedError
+from lookonce.errors import DeviceLostError, LookOnceError, RequestFailedError
 from lookonce.model.alignment import Aligner
 from lookonce.model.attention.backend import AttentionBackend
 from lookonce.model.attention.cross import CrossStates, Recording
@@ -23,7 +23,7 @@ from lookonce.model.decode_graphs import (
     DecodeGraphs,
     is_plain_decode,
 )
-from lookonce.model.device import StepReads
+from lookonce.model.device import DeviceTimes, StepReads
 from lookonce.model.encoder_runner import (
     COMPUTE_ERRORS,
     EncodeReport,
@@ -107,7 +107,7 @@ class Runner:
             None if self.lora is None else self.lora.hooks,
         )
         self._rotation = key_rotation(family)
-        self._encoder = EncoderRunner(family, loaded.dtype, loaded.device)
+        self._encoder = EncoderRunner(family, loaded.dtype, loaded.device, loaded.group)
         self._encoder.lora = self.lora
         self.frame_rows: FrameRows | None = None
         """Where a row of sound is added to each token."""
@@ -141,8 +141,9 @@ class Runner:
             )
             for _ in range(2)
         )
+        self._times: DeviceTimes | None = DeviceTimes(loaded.device)
         if loaded.device.type == "cpu":
-            self._next_inputs = self._inputs
+            self._next_inputs, self._times = self._inputs, None
         self._graphs: DecodeGraphs | None = None
         if decode_sizes and (capture is None or self.text_model.is_capturable):
             self._graphs = DecodeGraphs(
@@ -188,7 +189,9 @@ class Runner:
 
     def _begin(self, plan: StepPlan) -> Callable[[], StepResult]:
         self._inputs, self._next_inputs = self._next_inputs, self._inputs
-        step = self._sampled.begin_step()
+        step, times = self._sampled.begin_step(), self._times
+        if times is not None:
+            times.begin()
         if plan.finished:
             self._remove(plan.finished)
         for new in plan.new:
@@ -210,6 +213,8 @@ class Runner:
             self._encoder.check(report)
             computable = self._with_rows(self.frame_rows, computable, report.failed, output)
         self._compute(computable, output)
+        if times is not None:
+            times.end(plan.step_id)  # before what is waited for, so that its time is known then
         reads.close()
         keys_read: dict[int, list[bytes]] = {}
         if report.made:
@@ -223,7 +228,7 @@ class Runner:
                 for seq_id, keys in keys_read.items():
                     if any(key in report.failed for key in keys):
                         output.discard(seq_id)
-            return output.result(plan, report)
+            return output.result(plan, report, None if times is None else times.take())
 
         return finish
 
@@ -285,7 +290,8 @@ class Runner:
         failed_items: Container[bytes],
         output: _StepOutput,
     ) -> list[ScheduledSequence]:
-        """The sequences whose encoder outputs are all held; the others fail."""
+        """The sequences whose encoder outputs are all held; the others fail. Raises
+        `DeviceLostError` where other ranks may hold them."""
         if not any(chunk.embeds for chunk in scheduled) and not self._family.encoder_decoder:
             return list(scheduled)
         kept = []
@@ -298,6 +304,8 @@ class Runner:
             if not missing:
                 kept.append(chunk)
             elif not any(key in failed_items for key in missing):
+                if self._group is not None:
+                    raise DeviceLostError(f"rank {self._group.rank} lacks an encoder output")
                 output.fail(chunk.seq_id, "an encoder output is missing")
         return kept
 
@@ -526,7 +534,12 @@ class _StepOutput:
             elif token == FAILED:
                 self.fail(seq_id, "the model's output was not a number")
 
-    def result(self, plan: StepPlan, report: EncodeReport) -> StepResult:
+    def result(
+        self,
+        plan: StepPlan,
+        report: EncodeReport,
+        device_seconds: tuple[tuple[int, float], ...] | None,
+    ) -> StepResult:
         order = [chunk.seq_id for chunk in plan.scheduled if chunk.sample]
         logprobs = None
         if self._logprobs:
@@ -541,6 +554,7 @@ class _StepOutput:
             failed_sequences=self._failed,
             lost_copies=tuple(report.lost_copies),
             encode_seconds=report.seconds,
+            device_seconds=device_seconds,
         )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -421,48 +422,66 @@ MAX_VIEWS = 512
 class StaticBuffer:
     """A host array and its copy on the device; both keep their addresses.
 
-    On the CPU both are the same memory. On an accelerator the host side is pinned and `push` copies
-    asynchronously: see
-    `CopyFence` for when the host side may be filled again.
+    On the CPU both are the same memory. On an accelerator the host side is pinned, and `push` makes
+    one asynchronous copy, whatever the shape: each copy costs the host microseconds. Only
+    contiguous memory is copied so; rows that are used in part are packed first. See `CopyFence` for
+    when the host side may be filled again.
     """
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-        on_cpu = device.type == "cpu"
-        self._host = torch.zeros(shape, dtype=dtype, pin_memory=not on_cpu)
-        self._device = self._host if on_cpu else torch.zeros(shape, dtype=dtype, device=device)
-        self._views: dict[tuple[int, ...], Tensor] = {}
+        self._on_cpu = device.type == "cpu"
+        self._host = self._device = self._packed = torch.zeros(
+            shape, dtype=dtype, pin_memory=not self._on_cpu
+        )
+        if not self._on_cpu:
+            self._device = torch.zeros(shape, dtype=dtype, device=device)
+            self._packed = torch.zeros(shape, dtype=dtype, pin_memory=True)
+        self._views: dict[tuple[int, ...], _Pushed] = {}
         self.host = self._host.numpy()
 
     def push(self, *used: int) -> Tensor:
         """Copy the first `used` entries of the last dimensions to the device and return them."""
-        view = self._views.get(used)
-        if view is None:
-            view = self._make_view(used)
-        if self._device is not self._host:
-            _copy_rows(view, _first(self._host, used))
-        return view
+        pushed = self._views.get(used)
+        if pushed is None:
+            pushed = self._make_view(used)
+        if not self._on_cpu:
+            if pushed.source is not pushed.packed:
+                pushed.packed.copy_(pushed.source)
+            pushed.view.copy_(pushed.packed, non_blocking=True)
+        return pushed.view
 
-    def _make_view(self, used: tuple[int, ...]) -> Tensor:
+    def _make_view(self, used: tuple[int, ...]) -> _Pushed:
         """Views are kept: making one costs more than filling the few numbers of a decode step."""
         if len(self._views) >= MAX_VIEWS:
             self._views.clear()
-        self._views[used] = view = _first(self._device, used)
-        return view
+        source = _first(self._host, used)
+        if self._on_cpu or source.is_contiguous():
+            pushed = _Pushed(_first(self._device, used), source, source)
+        else:
+            view, packed = (
+                memory.view(-1)[: source.numel()].view(source.shape)
+                for memory in (self._device, self._packed)
+            )
+            pushed = _Pushed(view, source, packed)
+        self._views[used] = pushed
+        return pushed
+
+
+class _Pushed(NamedTuple):
+    """The same part of a buffer in three places."""
+
+    view: Tensor
+    """On the device."""
+    source: Tensor
+    """On the host."""
+    packed: Tensor
+    """On the host, contiguous; `source` itself where that is."""
 
 
 def _first(tensor: Tensor, used: tuple[int, ...]) -> Tensor:
     for dimension, size in enumerate(used, tensor.dim() - len(used)):
         tensor = tensor.narrow(dimension, 0, size)
     return tensor
-
-
-def _copy_rows(target: Tensor, source: Tensor) -> None:
-    """Row by row: only contiguous pinned memory is copied without waiting."""
-    if target.dim() == 1:
-        target.copy_(source, non_blocking=True)
-        return
-    for target_row, source_row in zip(target, source, strict=True):
-        _copy_rows(target_row, source_row)
 
 
 class CopyFence:

@@ -45,7 +45,7 @@ class TensorParallelGroup:
         self.rank = rank
         self.size = size
         torch.distributed.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo",
+            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
             init_method=f"file://{rendezvous}",
             rank=rank,
             world_size=size,
@@ -67,6 +67,12 @@ class TensorParallelGroup:
         """Rank 0's values, in place."""
         torch.distributed.broadcast(values, src=0)
         return values
+
+    def is_same(self, digest: bytes) -> bool:
+        """Whether all ranks give the same bytes, of which each gives as many. The hosts wait for
+        each other; the devices do not."""
+        own = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
+        return bool((self.all_gather(own[None]).view(self.size, -1) == own).all())
 
 
 def divide(model: Any, decoder: nn.Module, head: nn.Linear, group: TensorParallelGroup) -> None:
@@ -122,12 +128,13 @@ def _keep_inputs(module: Any, kept: slice, group: TensorParallelGroup) -> None:
     """The module gives the whole sum; `module.reduce` makes it of what its weight alone gives."""
     module.weight = _parameter(module.weight[:, kept])
     module.in_features = module.weight.shape[1]
-    multiply, bias = module.forward, module.bias
-    module.bias = None
+    multiply = module.forward
+    # Added once, to the sum. A parameter of the module, so that it goes to the device with it.
+    module.sum_bias, module.bias = module.bias, None
 
     def reduce(part: Tensor) -> Tensor:
         total = group.all_reduce(part)
-        return total if bias is None else total + bias.to(total.device)
+        return total if module.sum_bias is None else total + module.sum_bias
 
     module.reduce = reduce
     module.forward = lambda inputs: reduce(multiply(inputs))

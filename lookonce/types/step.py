@@ -175,3 +175,7 @@ class StepResult(msgspec.Struct, frozen=True, gc=False):
     """Offloaded outputs of which no host copy could be made."""
     encode_seconds: dict[bytes, float] = {}
     """Per item encoded in this step (a batch's time is shared equally)."""
+    device_seconds: tuple[tuple[int, float], ...] | None = None
+    """(step, seconds) of the steps that the device was found to have ended since the last result;
+    one that sampled nothing is not waited for, and is told later. None: on a CPU, where a step has
+    ended when its result is there."""

@@ -170,6 +170,24 @@ def test_nobody_is_limited_where_more_sequences_take_no_longer() -> None:
     assert len(limited) <= 2  # until that was measured
 
 
+def test_a_step_that_the_device_has_not_ended_tells_no_cost() -> None:
+    """The result of a chunk that samples nothing is there at once on an accelerator."""
+
+    def prompt_cost(device_seconds: tuple[tuple[int, float], ...]) -> float:
+        engine = TimedEngine(StepCosts())
+        engine.add(prompt("one", "one", 100))
+        engine.add(prompt("other", "other", 100))
+        plan = engine.scheduler.plan()
+        assert plan is not None
+        result = engine.runner.execute(plan)
+        told = msgspec.structs.replace(result, device_seconds=device_seconds)
+        engine.scheduler.update(plan, told)
+        return engine.scheduler._planner.decode_shares._times.prompt_token
+
+    assert prompt_cost(((1, 0.64),)) == pytest.approx(0.01)
+    assert prompt_cost(()) == 0.0
+
+
 def test_a_tenant_that_is_alone_again_is_not_limited() -> None:
     engine = TimedEngine()
     busy(engine)

@@ -9,9 +9,11 @@ import msgspec
 import pytest
 
 from lookonce.core.request import NEVER, Sequence
+from lookonce.errors import RequestFailedError
 from lookonce.types.request import GenerateRequest
 from lookonce.types.sampling import SamplingParams, TokenRules
-from tests.support.core.builders import Limits, feature, items_for, request, text
+from lookonce.types.step import StepPlan, StepResult
+from tests.support.core.builders import Limits, feature, items_for, model_info, request, text
 from tests.support.core.engine import Engine
 from tests.support.core.fake_runner import reference
 
@@ -195,3 +197,61 @@ def test_where_the_host_decides_what_may_come_next_each_result_is_waited_for(kin
     engine.run()
     assert engine.tokens["plain", 0] == reference(asked("plain", 9), 30)
     engine.assert_all_free()
+
+
+def planned_at(requests: list[GenerateRequest], limits: Limits) -> list[int]:
+    """Number of the plan that begins the last of the requests, without and with planning ahead."""
+    found = []
+    for overlapped in (False, True):
+        plans = run(requests, limits, overlapped=overlapped).plans
+        last = max(new.seq_id for plan in plans for new in plan.new)
+        found.append(next(at for at, p in enumerate(plans) if last in [n.seq_id for n in p.new]))
+    return found
+
+
+def test_one_that_got_nothing_goes_first_though_the_prompt_before_it_is_not_known_to_be_computed():
+    """A picture that is not cut finds too few tokens beside those that decode."""
+    model = model_info(unsplittable=("image",), largest_unsplittable=4)
+    limits = Limits(max_num_batched_tokens=6, model=model)
+    requests = [asked(str(n), 3, seed=n, max_tokens=30) for n in range(3)]
+    seen = request("seen", text(5, seed=9), [feature("picture", 0, 4)])
+    plain, ahead = planned_at([*requests, seen], limits)
+    assert ahead == plain
+
+
+def test_a_tenant_that_waits_gets_blocks_though_its_last_prompt_is_not_known_to_be_computed():
+    large = [asked(f"large {n}", 20, seed=n, max_tokens=40) for n in range(2)]
+    small = [asked(f"small {n}", 4, seed=9 + n, max_tokens=6) for n in range(2)]
+    small = [msgspec.structs.replace(each, tenant="other") for each in small]
+    plain, ahead = planned_at([*large, *small], Limits(num_blocks=16))
+    assert ahead == plain
+
+
+def test_a_failure_before_a_preemption_ends_nothing():
+    """Nor is the alignment of such a step taken: what was preempted is computed again."""
+    limits = Limits(num_blocks=12, block_size=4)
+    requests = [asked(str(n), 12, seed=n, max_tokens=20) for n in range(3)]
+    plans = run(requests, limits, overlapped=True).plans
+    preempted, seq_id = next((plan.step_id, plan.finished[0]) for plan in plans if plan.finished)
+    engine = Engine(limits, overlapped=True)
+    execute, error = engine.runner.execute, RequestFailedError("broken")
+
+    def failing(plan: StepPlan) -> StepResult:
+        result = execute(plan)
+        if plan.step_id != preempted - 1:
+            return result
+        assert seq_id in {chunk.seq_id for chunk in plan.scheduled}
+        return msgspec.structs.replace(
+            result, failed_sequences={seq_id: error}, alignments={seq_id: [7]}
+        )
+
+    engine.runner.execute = failing  # type: ignore[method-assign]
+    for each in requests:
+        engine.add(each)
+        engine.step()
+    sequence = engine.scheduler._state.queues.sequences[seq_id]
+    engine.run()
+    assert sequence.request.alignment != [7]
+    for n, one in enumerate(requests):
+        assert engine.tokens[str(n), 0] == reference(one, 20)
+        assert engine.reason(str(n)) == "length"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
+from lookonce.engine.process.cache_events import Load
 from lookonce.engine.process.engine_core import MAX_BROKEN_STEPS, EngineCore
 from lookonce.errors import BadRequestError, DeviceLostError
 from tests.support.core.builders import Limits, feature, items_for, make_scheduler, request, text
@@ -214,3 +216,24 @@ def test_the_tokens_of_a_step_under_way_are_told_at_the_end():
     told = [token for delta in bench.core.land().deltas for token in delta.token_ids]
     assert bench.tokens("r") + told == reference(one, 3)
     assert not bench.core.land()
+
+
+def test_what_a_step_took_is_noted_once_the_device_tells_it(bench):
+    """A chunk within a prompt samples nothing, so nobody waits for it: a later result tells."""
+    execute, ended = bench.runner.execute, []
+
+    def told_later(plan):
+        result = execute(plan)
+        ended.append((plan.step_id, 0.25 * plan.num_tokens))
+        if not any(chunk.sample for chunk in plan.scheduled):
+            return msgspec.structs.replace(result, device_seconds=())
+        taken, ended[:] = tuple(ended), []
+        return msgspec.structs.replace(result, device_seconds=taken)
+
+    bench.runner.execute = told_later
+    bench.core.load = Load()
+    bench.core.add(request("a", text(80)), {})  # in three chunks
+    bench.run()
+    load = bench.core.load
+    assert (load.prompt_tokens, load.prompt_seconds) == (80, 20.0)
+    assert (load.decoded_tokens, load.decode_seconds) == (7, 1.75)

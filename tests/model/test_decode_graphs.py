@@ -11,21 +11,26 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from lookonce.config import KVConfig, ModelConfig
+from lookonce.engine.process.load_engine import attention_of
 from lookonce.model import runner as runner_module
 from lookonce.model.attention.backend import AttentionCall, AttentionMetadata
 from lookonce.model.attention.reference import ReferenceBackend, write_pages
 from lookonce.model.decode_graphs import CudaGraphs, decode_sizes
 from lookonce.model.kv_pages import LayerPages
+from lookonce.model.loader import load_model
 from lookonce.model.text_model import TextModel
-from tests.support.model.cases import ALL_MODELS
+from tests.support.device import ON_CUDA
+from tests.support.model.cases import ALL_MODELS, CaseMaker
 from tests.support.model.serving import (
     answers,
     blocks_for_preemption,
     loaded_with_cases,
+    media_cases,
     serve,
+    text_cases,
 )
 from tests.support.simulated_device import (
-    ON_CUDA,
     DeviceWaitError,
     SimulatedGraphs,
     accelerator,
@@ -163,3 +168,24 @@ def test_cuda_graphs_give_the_same_answers(folder, overlapped):
             there, cases, decode_sizes=SIZES, capture=graphs, overlapped=overlapped, **options
         )
     assert answers(found) == answers(expected)
+
+
+@pytest.mark.skipif(not ON_CUDA, reason="only a GPU has them: make test-cuda")
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "qwen2_5_vl"])
+def test_what_a_server_computes_is_the_same_with_graphs_and_without(kind, folder):
+    """bfloat16 and torch's paged attention, in blocks of its own size."""
+    with accelerator() as (device, _):
+        made = folder(kind)
+        loaded = load_model(ModelConfig(str(made), "test", device=str(device), dtype="bfloat16"))
+        maker = CaseMaker(made, loaded.family.config)
+        cases = media_cases(maker) if maker.sees else text_cases(maker)
+        backend, block_size = attention_of(loaded, KVConfig())
+        assert backend.is_capturable
+        options = {"backend": backend, "block_size": block_size, "num_blocks": 64, "budget": 64}
+        expected = serve(loaded, cases, **options)
+        for overlapped in (False, True):
+            graphs = CudaGraphs(device, 1 << 30)
+            found = serve(
+                loaded, cases, decode_sizes=SIZES, capture=graphs, overlapped=overlapped, **options
+            )
+            assert answers(found) == answers(expected)

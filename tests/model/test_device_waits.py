@@ -14,32 +14,41 @@ import torch
 
 from lookonce.config import ModelConfig
 from lookonce.model.attention.reference import ReferenceBackend
-from lookonce.model.device import StepReads, to_device
+from lookonce.model.device import CopyStream, StepReads, to_device
+from lookonce.model.encoder_runner import EncoderRunner, OutputCopier
+from lookonce.model.families.base import ModelFamily
 from lookonce.model.loader import load_model
 from lookonce.model.runner import Runner
 from lookonce.model.sampler import PromptLogprobScorer, Sampler, SamplerOutput, _Part
 from lookonce.model.step_inputs import CopyFence, StaticBuffer
 from lookonce.types.sampling import SamplingParams, TokenRules
+from tests.support.device import ON_CUDA
 from tests.support.grammars import Spelled
 from tests.support.model.cases import ALL_MODELS, Case, CaseMaker
 from tests.support.model.serving import (
     Served,
     blocks_for_preemption,
+    loaded_with_cases,
     media_cases,
     serve,
     text_cases,
 )
 from tests.support.simulated_device import (
-    ON_CUDA,
     CudaWatch,
     DeviceWaitError,
+    Stream,
     Watch,
     accelerator,
     simulated_device,
     watch,
 )
 
-ALL_KINDS = ("llama", "qwen3", "gemma2", "gemma3_text", "llava", "gemma3")
+ALL_KINDS = (
+    *("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gpt_oss", "gemma2", "gemma3_text"),
+    *("llava", "gemma3", "idefics3", "smolvlm", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "nano"),
+    *("qwen3_omni", "qwen2_audio", "voxtral"),
+)
+"""The encoders of Pixtral and Mistral 3 wait inside transformers, for the sizes of pictures."""
 VOCAB, EOS = 700, 3
 ASKED = {
     "plain": SamplingParams(temperature=0.0),
@@ -105,7 +114,7 @@ def on_cpu_and_device(folder, steps: Steps, **options) -> tuple[Served, Served, 
     return found, expected, cases
 
 
-@pytest.mark.parametrize("kind", ALL_KINDS if ALL_MODELS else ["llava"])
+@pytest.mark.parametrize("kind", ALL_KINDS if ALL_MODELS else ["nano"])
 def test_whole_steps_wait_once_and_answer_as_on_a_cpu(kind, folder, steps):
     """Chunked prefill, mixed batches, encoder runs and prompt log-probabilities."""
     scored = {0: 2, 1: 0}
@@ -121,6 +130,59 @@ def test_whole_steps_wait_once_and_answer_as_on_a_cpu(kind, folder, steps):
             assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-4)
 
 
+def test_outputs_that_were_offloaded_come_back_without_a_wait(folder, steps):
+    """The device has room for two pictures: an earlier one of a prompt is copied to the host, and
+    back for the next prompt, on a stream of its own."""
+    made = folder("llava")
+    info = load_model(ModelConfig(str(made), "t")).info
+    found, expected, _ = on_cpu_and_device(
+        made,
+        steps,
+        budget=24,
+        apart=True,
+        encoder_cache=(32 * info.encoder_row_bytes, 1 << 20),
+    )
+    assert found.stats["encoder_cache_restores_total"] > 0
+    assert [a.token_ids for a in found.answers] == [a.token_ids for a in expected.answers]
+
+
+def taken_and_brought_back(values: torch.Tensor) -> torch.Tensor:
+    """A copy to the host that is read on the device again."""
+    copies = CopyStream(values.device)
+    return copies.to_device(copies.to_host(values))
+
+
+def test_what_a_copy_stream_brings_is_what_it_took():
+    with simulated_device() as (device, seen), seen.refusing():
+        values = torch.arange(4, device=device)
+        back = taken_and_brought_back(values)
+        values.zero_()
+        reads = StepReads(device)
+        host = reads.later(back)
+        reads.wait()
+        assert host.tolist() == [0, 1, 2, 3]
+
+
+def test_an_output_for_a_tier_is_copied_beside_the_steps():
+    with simulated_device() as (device, seen):
+        encoder = EncoderRunner(ModelFamily, torch.float32, device)  # type: ignore[arg-type]
+        output = to_device(torch.arange(8.0).view(2, 4), device)
+        encoder._outputs[b"a"] = output
+        copier, out = OutputCopier(encoder), bytearray(32)
+        with seen.refusing():
+            copier.copy(copier.pin(b"a"), memoryview(out))
+        assert np.frombuffer(out, np.float32).tolist() == list(range(8))
+
+
+def test_a_copy_that_is_not_waited_for_would_be_found(monkeypatch):
+    """The control: streams that wait for nothing."""
+    monkeypatch.setattr(Stream, "wait_stream", lambda *_: None)
+    with simulated_device() as (device, _):
+        values = torch.arange(4, device=device)
+        with pytest.raises(DeviceWaitError, match="another stream"):
+            taken_and_brought_back(values).sum()
+
+
 def test_preempted_sequences_wait_no_more_often(folder, steps):
     made = folder("llama")
     cases = text_cases(CaseMaker(made, load_model(ModelConfig(str(made), "t")).family.config))
@@ -128,6 +190,34 @@ def test_preempted_sequences_wait_no_more_often(folder, steps):
         made, steps, budget=64, num_blocks=blocks_for_preemption(cases, 4)
     )
     assert [a.token_ids for a in found.answers] == [a.token_ids for a in expected.answers]
+
+
+def test_the_device_tells_what_each_step_took_though_some_are_not_waited_for(folder, monkeypatch):
+    """A chunk within a prompt is told with the result of a later step."""
+    begin, results = Runner.begin, []
+
+    def noting(self: Runner, plan):
+        finish = begin(self, plan)
+
+        def finished():
+            results.append((plan, finish()))
+            return results[-1][1]
+
+        return finished
+
+    with accelerator() as (device, _):
+        loaded, cases = loaded_with_cases(folder("llama"), str(device))
+        monkeypatch.setattr(Runner, "begin", noting)
+        serve(loaded, cases[:1], backend=ReferenceBackend(), budget=32, overlapped=True)
+    computing = [(plan.step_id, plan, result) for plan, result in results if plan.scheduled]
+    told = [each for _, _, result in computing for each in result.device_seconds or ()]
+    assert [step for step, _ in told] == [step for step, _, _ in computing]
+    assert all(seconds >= 0 for _, seconds in told)
+    samples = [any(chunk.sample for chunk in plan.scheduled) for _, plan, _ in computing]
+    assert not samples[0]
+    assert samples[-1]
+    for (step, _, result), is_read in zip(computing, samples, strict=True):
+        assert (step in dict(result.device_seconds)) == is_read or ON_CUDA
 
 
 def sampled(
@@ -283,6 +373,19 @@ def test_a_buffer_that_is_filled_again_too_early_is_found():
         buffer.host[:] = 3
         with pytest.raises(DeviceWaitError, match="written while"):
             fence.wait()
+
+
+def test_a_buffer_is_pushed_by_one_copy_whatever_part_of_it_is_used():
+    """A copy for each row of block tables would cost the host more than the rest of a step."""
+    with simulated_device() as (device, seen):
+        buffer = StaticBuffer((6, 5), torch.int32, device)
+        buffer.host[:] = np.arange(30).reshape(6, 5)
+        for used in ((3, 5), (4, 2), (2,), (6, 5), (4, 2)):
+            before, rows = seen.num_uploads, used[0] if len(used) > 1 else 6
+            with seen.refusing():
+                pushed = buffer.push(*used)
+            assert pushed.tolist() == buffer.host[:rows, : used[-1]].tolist()
+            assert seen.num_uploads - before == 1
 
 
 def test_prompt_scores_of_several_slices_are_read_once(monkeypatch):

@@ -46,6 +46,13 @@ def test_weights_take_the_dtype_asked_for(folder):
     assert loaded.info.encoder_row_bytes == 256 * 2
 
 
+def test_float32_is_computed_in_float32_on_a_gpu_too(folder, monkeypatch):
+    """cuDNN's convolutions would be computed in TF32 otherwise."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+    load(folder("llama"))
+    assert not torch.backends.cudnn.allow_tf32
+
+
 @pytest.mark.parametrize("kind", ["llama", "llava", "nano"])
 def test_only_the_text_model_attends_through_pages(folder, kind):
     config = load(folder(kind)).model.config

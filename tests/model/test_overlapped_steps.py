@@ -16,6 +16,7 @@ from lookonce.model.sampled_tokens import SampledTokens
 from lookonce.model.sampler import Sampler
 from lookonce.model.step_inputs import StepInputBuilder
 from lookonce.types.sampling import SamplingParams
+from tests.support.device import ON_CUDA
 from tests.support.model.cases import ALL_MODELS
 from tests.support.model.serving import (
     answers,
@@ -24,7 +25,7 @@ from tests.support.model.serving import (
     loaded_with_cases,
     serve,
 )
-from tests.support.simulated_device import ON_CUDA, accelerator
+from tests.support.simulated_device import accelerator
 
 VOCAB = 60
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from lookonce.config import ModelConfig
-from lookonce.errors import RequestFailedError
+from lookonce.errors import DeviceLostError, RequestFailedError
 from lookonce.model.attention.reference import ReferenceBackend
 from lookonce.model.loader import load_model
 from lookonce.model.runner import HEAVY_KEYS, HEAVY_TOKENS, Runner, ThreadCounts
@@ -187,6 +188,16 @@ def test_an_embedding_that_is_not_held_fails_its_sequence(llava):
     result = make_runner(llava).execute(plan)
     assert isinstance(result.failed_sequences[0], RequestFailedError)
     assert result.token_ids == (-1,)
+
+
+def test_an_embedding_that_one_of_several_ranks_lacks_ends_the_engine(llava):
+    """The others may hold it, and compute a sequence that this one does not."""
+    rank = dataclasses.replace(llava, group=SimpleNamespace(rank=1))
+    ids = np.array([5, *[3] * 16, 6], np.int32)
+    embeds = (EmbedSlice(b"gone", 0, 16, 1),)
+    plan = StepPlan(0, new=(new(0, ids),), scheduled=(whole(0, ids, 0, embeds=embeds),))
+    with pytest.raises(DeviceLostError, match="rank 1 lacks an encoder output"):
+        make_runner(rank).execute(plan)
 
 
 def test_a_sequence_that_breaks_the_model_fails_alone(llama):

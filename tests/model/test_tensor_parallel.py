@@ -22,9 +22,13 @@ from lookonce.config import ModelConfig
 from lookonce.engine.process.tensor_parallel import ParallelRunner
 from lookonce.errors import DeviceLostError, ModelLoadError
 from lookonce.ipc.rank_messages import RankEncoder, rank_decoder, rank_plan, step_plan
+from lookonce.model.device import StepReads, to_device
+from lookonce.model.encoder_runner import EncodeReport, EncoderRunner
+from lookonce.model.families.base import ModelFamily
 from lookonce.model.loader import LoadedModel, load_model
-from lookonce.model.tensor_parallel import divide
-from lookonce.types.step import DropTokens, StepPlan, StepResult
+from lookonce.model.tensor_parallel import TensorParallelGroup, divide
+from lookonce.types.media import Expansion, ProcessedItem
+from lookonce.types.step import DropTokens, EncodeItem, StepPlan, StepResult
 from tests.support.model import serving
 from tests.support.model.cases import ALL_MODELS
 from tests.support.model.serving import (
@@ -34,6 +38,7 @@ from tests.support.model.serving import (
     make_core,
     serve,
 )
+from tests.support.simulated_device import simulated_device
 
 PATIENCE = 60.0
 
@@ -68,6 +73,8 @@ class ThreadGroup:
 
     def broadcast(self, values: torch.Tensor) -> torch.Tensor:
         return values.copy_(self._meeting.exchange(self.rank, values)[0])
+
+    is_same = TensorParallelGroup.is_same
 
 
 class RankThreads:
@@ -203,6 +210,85 @@ def test_a_vocabulary_that_cannot_be_divided_evenly_has_all_its_logits():
     with ThreadPoolExecutor(2) as pool:
         for found in pool.map(logits, range(2)):
             assert torch.allclose(found, expected, atol=1e-6)
+
+
+def test_what_is_added_to_a_sum_of_parts_goes_to_the_device_with_the_model():
+    """The bias of the layers whose inputs are divided, which Llama may have."""
+
+    def layer() -> torch.nn.Module:
+        made = torch.nn.Module()
+        made.self_attn, made.mlp = torch.nn.Module(), torch.nn.Module()
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            setattr(made.self_attn, name, torch.nn.Linear(8, 8))
+        for name in ("gate_proj", "up_proj", "down_proj"):
+            setattr(made.mlp, name, torch.nn.Linear(8, 8))
+        return made
+
+    config = SimpleNamespace(num_attention_heads=2, hidden_size=8, intermediate_size=8)
+    model = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda decoder: config))
+    whole, hidden = layer(), torch.randn(3, 8)
+    with torch.inference_mode():
+        expected = whole.self_attn.o_proj(hidden)
+    decoder = torch.nn.Module()
+    decoder.layers = torch.nn.ModuleList([whole])
+    divide(model, decoder, torch.nn.Linear(8, 8), ThreadGroup(0, Meeting(1)))  # type: ignore[arg-type]
+    with simulated_device() as (device, seen):
+        decoder.to(device)
+        there = to_device(hidden, device)
+        with seen.refusing():
+            found = whole.self_attn.o_proj(there)
+        assert torch.allclose(found.cpu(), expected, atol=1e-6)
+
+
+class OneRankFails(ModelFamily):
+    """Its encoder fails on the ranks that are named."""
+
+    modalities = ("image",)
+    row_width = 4
+
+    def __init__(self, *failing: int) -> None:
+        self.failing = failing
+        self.rank = 0
+
+    def batch_key(self, modality, item):
+        return modality
+
+    def encode(self, modality, items):
+        if self.rank in self.failing:
+            raise torch.OutOfMemoryError("no memory")
+        return [torch.zeros(2, 4) for _ in items]
+
+
+def encoded_by_two(*failing: int) -> list[EncodeReport | BaseException]:
+    meeting = Meeting(2)
+    item = ProcessedItem("image", {}, Expansion(((7, 2),), 7))
+    plan = StepPlan(1, encode=(EncodeItem(b"k" * 32, item),))
+
+    def encode(rank: int) -> EncodeReport | BaseException:
+        family = OneRankFails(*failing)
+        family.rank, cpu = rank, torch.device("cpu")
+        encoder = EncoderRunner(family, torch.float32, cpu, ThreadGroup(rank, meeting))  # type: ignore[arg-type]
+        try:
+            return encoder.execute(plan, StepReads(cpu))
+        except DeviceLostError as error:
+            return error
+
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(encode, range(2)))
+
+
+def test_an_item_that_one_rank_alone_cannot_encode_ends_the_engine_on_all_of_them():
+    for rank, found in enumerate(encoded_by_two(1)):
+        assert isinstance(found, DeviceLostError)
+        reason = "OutOfMemoryError" if rank == 1 else "nothing failed"
+        assert f"on rank {rank}: " in found.message
+        assert reason in found.message
+
+
+def test_an_item_that_no_rank_can_encode_fails_alone():
+    for found in encoded_by_two(0, 1):
+        assert isinstance(found, EncodeReport)
+        assert found.failed.keys() == {b"k" * 32}
 
 
 def test_a_step_that_fails_on_a_rank_ends_the_engine():

@@ -18,6 +18,8 @@ import httpx
 import openai
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.support.device import SERVE_OPTIONS
+
 START_SECONDS = 120.0
 URL = re.compile(r"https?://[0-9.]+:[0-9]+")
 
@@ -33,7 +35,17 @@ class LiveServer:
         max_descriptors: int | None = None,
     ) -> None:
         """`env` is added to the environment; `max_descriptors` limits each of its processes."""
-        line = [sys.executable, "-m", "lookonce.cli.main", command, "--port", "0", *options]
+        device = SERVE_OPTIONS if command == "serve" else ()
+        line = [
+            sys.executable,
+            "-m",
+            "lookonce.cli.main",
+            command,
+            "--port",
+            "0",
+            *device,
+            *options,
+        ]
         self.process = subprocess.Popen(
             line,
             stdout=subprocess.PIPE,

@@ -16,21 +16,22 @@ before then is told so.
 from __future__ import annotations
 
 import itertools
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
+from tests.support.device import DEVICE, ON_CUDA
+
 NAME = "simulated"
-ON_CUDA = bool(os.environ.get("TEST_CUDA"))
 aten = torch.ops.aten
 
 
@@ -64,6 +65,8 @@ class DeviceTensor(Tensor):
     """A tensor on the simulated device, and the CPU tensor that has its values."""
 
     values: Tensor
+    made_by: Stream
+    made_at: int
 
     @staticmethod
     def __new__(cls, values: Tensor) -> DeviceTensor:
@@ -76,7 +79,15 @@ class DeviceTensor(Tensor):
             device=torch.device(NAME, 0),
         )
         made.values = values
+        made.note_made()
         return made
+
+    def note_made(self) -> None:
+        """Its values are those of what is enqueued now, in the stream that is current."""
+        self.made_by, self.made_at = watch().stream, watch().now()
+
+    def record_stream(self, stream: Stream) -> None:  # type: ignore[override]
+        pass  # memory is not used again here while anything refers to it
 
     def __repr__(self, **_: object) -> str:  # type: ignore[override]
         return f"DeviceTensor({self.values})"
@@ -93,6 +104,23 @@ class DeviceTensor(Tensor):
         return watch().run(func, args, kwargs or {})
 
 
+class Stream:
+    """As `torch.cuda.Stream`. What one enqueues is for another one as if it had not happened, until
+    that one waits for it."""
+
+    def __init__(self, device: object = None) -> None:
+        self._waited: dict[Stream, int] = {}
+
+    def wait_stream(self, other: Stream) -> None:
+        self._waited[other] = watch().now()
+
+    def synchronize(self) -> None:
+        watch().deliver(watch().now())
+
+    def sees(self, tensor: DeviceTensor) -> bool:
+        return tensor.made_by is self or self._waited.get(tensor.made_by, -1) > tensor.made_at
+
+
 class Event:
     """As `torch.cuda.Event`."""
 
@@ -107,6 +135,10 @@ class Event:
         """Milliseconds."""
         return (end._time - self._time) * 1000
 
+    def query(self) -> bool:
+        """Whether it was waited for, or one that was recorded later."""
+        return self._at is not None and self._at <= watch().waited_until
+
     def synchronize(self) -> None:
         if self._at is not None:
             watch().deliver(self._at)
@@ -116,6 +148,18 @@ class _Module:
     """As `torch.cuda`, where a step uses it."""
 
     Event = Event
+    Stream = Stream
+
+    @contextmanager
+    def stream(self, stream: Stream) -> Iterator[None]:
+        before, watch().stream = watch().stream, stream
+        try:
+            yield
+        finally:
+            watch().stream = before
+
+    def current_stream(self, device: object = None) -> Stream:
+        return watch().stream
 
     def is_initialized(self) -> bool:
         return True
@@ -147,13 +191,19 @@ class Watch(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.refuses = False
+        self.stream = Stream()
+        """The current one."""
         self.num_waits = 0
         """Waits for events that had something to deliver."""
         self.recorded: list[tuple[Any, Any, Any, Any]] | None = None
         """While a graph is captured: each operation on the device with its arguments and result."""
         self._pinned: dict[int, Tensor] = {}
         """By address; kept, so that no other memory gets the address."""
+        self.num_uploads = 0
+        """Copies from the host."""
         self._clock = itertools.count()
+        self.waited_until = -1
+        """The latest moment that was waited for."""
         self._to_host: list[tuple[int, Tensor, Tensor]] = []
         """When, the pinned target, the values."""
         self._to_device: list[tuple[int, Tensor, Tensor]] = []
@@ -178,6 +228,7 @@ class Watch(TorchDispatchMode):
 
     def deliver(self, until: int) -> None:
         """What was enqueued before this moment is done."""
+        self.waited_until = max(self.waited_until, until)
         due = [each for each in self._to_host if each[0] < until]
         self.num_waits += bool(due)
         for _, target, values in due:
@@ -203,6 +254,9 @@ class Watch(TorchDispatchMode):
         to_device = on_device if target is None else torch.device(target).type == NAME
         if not on_device and not to_device:
             return self._on_host(func, args, kwargs)
+        for each in given:
+            if isinstance(each, DeviceTensor) and not self.stream.sees(each):
+                raise DeviceWaitError("what another stream makes is used and was not waited for")
         if self.refuses:
             self._check(func, args, kwargs)
         if (moved := self._moved(func, args, kwargs, to_device=to_device)) is not None:
@@ -212,7 +266,10 @@ class Watch(TorchDispatchMode):
         kwargs.pop("pin_memory", None)
         kwargs.pop("non_blocking", None)
         args, kwargs = tree_map(_values, args), tree_map(_values, kwargs)
-        result = func(*args, **kwargs)
+        if func is aten.histc.default:  # of integers, only a GPU counts
+            result = func(args[0].float(), *args[1:], **kwargs).to(args[0].dtype)
+        else:
+            result = func(*args, **kwargs)
         if self.recorded is not None:
             self.recorded.append((func, args, kwargs, result))
         if func in READS_BACK:
@@ -222,7 +279,10 @@ class Watch(TorchDispatchMode):
         def wrapped(each: Any) -> Any:
             if not isinstance(each, Tensor) or not to_device:
                 return each
-            return there[id(each)] if id(each) in there else DeviceTensor(each)
+            if id(each) not in there:
+                return DeviceTensor(each)
+            there[id(each)].note_made()
+            return there[id(each)]
 
         return tree_map(wrapped, result)
 
@@ -271,6 +331,7 @@ class Watch(TorchDispatchMode):
                 raise DeviceWaitError("a graph holds no copy between host and device")
             if isinstance(target, DeviceTensor):
                 target.values.copy_(self._uploaded(source, waits))
+                target.note_made()
                 return target
             self._download(target, source, waits)
             return target
@@ -286,10 +347,14 @@ class Watch(TorchDispatchMode):
         return None
 
     def _uploaded(self, source: Tensor, waits: bool) -> Tensor:
+        self.num_uploads += 1
         if self.refuses and not self._is_pinned(source):
             raise DeviceWaitError("a copy from host memory that is not pinned waits")
         if self.refuses and waits:
             raise DeviceWaitError("a copy to the device without non_blocking waits")
+        for _, target, values in self._to_host:
+            if target.data_ptr() == source.data_ptr():  # it comes first, in the same stream
+                return values
         if self._is_pinned(source):
             self._to_device.append((self.now(), source, source.clone()))
         return source
@@ -346,7 +411,10 @@ def _values(each: Any) -> Any:
 
 @cache
 def watch() -> Watch:
-    """The one of this process: a name of a device can be registered once."""
+    """The one of this process: a name of a device can be registered once. Not beside a GPU: from
+    then on torch pins memory for the device that was registered."""
+    if ON_CUDA:
+        pytest.skip("the GPU is tested, and the simulated device stands in for one")
     _setup_privateuseone_for_python_backend(NAME, backend_module=_Module())
     return Watch()
 
@@ -376,10 +444,10 @@ class CudaWatch:
 
 @contextmanager
 def accelerator() -> Iterator[tuple[torch.device, Watch | CudaWatch]]:
-    """The first GPU where `TEST_CUDA` is set (`make test-cuda`), else the simulated device."""
+    """The GPU where tests compute on one (`make test-cuda`), else the simulated device."""
     if not ON_CUDA:
         with simulated_device() as simulated:
             yield simulated
         return
     with torch.inference_mode():
-        yield torch.device("cuda", 0), CudaWatch()
+        yield torch.device(DEVICE), CudaWatch()

@@ -69,6 +69,8 @@ class EngineCore:
         self._external = external
         self._external_outputs = external_outputs
         self._broken_steps = 0
+        self._untimed: dict[int, tuple[StepPlan, StepResult]] = {}
+        """Steps that were done of which an accelerator has not told yet how long they took."""
         self._events: StepEvents | None = None
         self.load: Load | None = None
         """Where steps are counted; None: they are not."""
@@ -259,12 +261,24 @@ class EngineCore:
         return isinstance(error, DeviceLostError) or self._broken_steps >= MAX_BROKEN_STEPS
 
     def _note_done(self, plan: StepPlan, result: StepResult, started: float) -> None:
-        if self.load is not None:
-            self.load.note_step(plan, result, time.monotonic() - started)
         if plan.scheduled:
             self._broken_steps = 0
-            if self._external is not None:
-                _observe(self._external, plan, time.monotonic() - started)
+        if result.device_seconds is None:
+            self._note_seconds(plan, result, time.monotonic() - started)
+            return
+        # Without items and what was sampled, which would be held longer than they need to be.
+        computed = StepPlan(plan.step_id, scheduled=plan.scheduled)
+        encoded = StepResult(encode_seconds=result.encode_seconds)
+        self._untimed[plan.step_id] = computed, encoded
+        for step_id, seconds in result.device_seconds:
+            if (done := self._untimed.pop(step_id, None)) is not None:
+                self._note_seconds(*done, seconds)
+
+    def _note_seconds(self, plan: StepPlan, result: StepResult, seconds: float) -> None:
+        if self.load is not None:
+            self.load.note_step(plan, result, seconds)
+        if plan.scheduled and self._external is not None:
+            _observe(self._external, plan, seconds)
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,10 +90,12 @@ class ParallelRunner:
         return self.begin(plan)()
 
     def begin(self, plan: StepPlan) -> Callable[[], StepResult]:
-        """Raises `DeviceLostError` when a rank has ended, or failed."""
+        """Raises `DeviceLostError` when a rank has ended, failed, or differs from this one."""
         try:
             self._ranks.send(plan)
             finish = self._runner.begin(plan)
+        except DeviceLostError:
+            raise  # it says what
         except Exception as error:
             raise DeviceLostError("a step failed on one of several ranks") from error
 

@@ -39,6 +39,9 @@ class ModelFamily:
     modalities: tuple[Modality, ...] = ()
     unsplittable: tuple[Modality, ...] = ()
     """Modalities whose items attend to themselves in both directions."""
+    host_arrays: ClassVar[frozenset[str]] = frozenset()
+    """Names of an item's arrays that `encode` gets on the host: few numbers that decide what is
+    computed, for which the host would wait if they were on the device."""
     position_axes: PositionAxes = 1
     numbers_pictures: bool = False
     """Whether the last axis of positions counts pictures, and those before it are a picture's

@@ -17,6 +17,7 @@ class LlavaFamily(ModelFamily):
 
     model_types: ClassVar[tuple[str, ...]] = ("llava", "mistral3")
     modalities = ("image",)
+    host_arrays = frozenset({"image_sizes"})
 
     def batch_key(self, modality: Modality, item: Tensors) -> Hashable:
         return None if "image_sizes" in item else item["pixel_values"].shape[-3:]

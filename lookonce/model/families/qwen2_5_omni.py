@@ -11,10 +11,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from lookonce.model.device import to_device
 from lookonce.model.families.base import Tensors
 from lookonce.model.families.qwen2_5_vl import Qwen2_5VLFamily
 from lookonce.model.families.qwen3_vl import Qwen3VLFamily
 from lookonce.types.media import Modality
+
+HOST_ARRAYS = Qwen2_5VLFamily.host_arrays | {"feature_attention_mask"}
 
 
 class Qwen2_5OmniFamily(Qwen2_5VLFamily):  # noqa: N801
@@ -23,6 +26,7 @@ class Qwen2_5OmniFamily(Qwen2_5VLFamily):  # noqa: N801
 
     model_types = ("qwen2_5_omni_thinker", "qwen2_5_omni")
     modalities = ("image", "audio")
+    host_arrays = HOST_ARRAYS
 
     @classmethod
     def transformers_class(cls) -> Any:
@@ -33,11 +37,14 @@ class Qwen2_5OmniFamily(Qwen2_5VLFamily):  # noqa: N801
         if modality == "image":
             return super().encode(modality, items)
         mels = [_unpadded(item) for item in items]
-        frames = torch.tensor([mel.shape[1] for mel in mels], device=mels[0].device)
+        frames = torch.tensor([mel.shape[1] for mel in mels])
         encoder = self.model.model.audio_tower
         _, rows = encoder._get_feat_extract_output_lengths(frames)
-        output = encoder(torch.cat(mels, 1), feature_lens=frames).last_hidden_state
-        return list(output.split(rows.tolist()))
+        joined = torch.cat(mels, 1)
+        chunks = _chunks(encoder, joined, frames)
+        pairs = to_device(_functions(encoder).get_pool_indices(frames), joined.device)
+        output = encoder(joined, feature_lens=frames, pool_indices=pairs, **chunks)
+        return list(output.last_hidden_state.split(rows.tolist()))
 
 
 class Qwen3OmniFamily(Qwen3VLFamily):
@@ -50,6 +57,7 @@ class Qwen3OmniFamily(Qwen3VLFamily):
 
     model_types = ("qwen3_omni_moe_thinker", "qwen3_omni_moe")
     modalities = ("image", "audio", "video")
+    host_arrays = HOST_ARRAYS
     text_after_film_time = True
 
     @classmethod
@@ -66,8 +74,11 @@ class Qwen3OmniFamily(Qwen3VLFamily):
         return [self._encode_sound(_unpadded(item)) for item in items]
 
     def _encode_sound(self, mel: Tensor) -> Tensor:
-        frames = torch.tensor([mel.shape[1]], device=mel.device)
-        rows: Tensor = self.model.model.audio_tower(mel, feature_lens=frames).last_hidden_state
+        frames = torch.tensor([mel.shape[1]])
+        encoder = self.model.model.audio_tower
+        windows = (frames, encoder.n_window_infer, encoder.n_window)
+        chunks = _chunks(encoder, mel, frames, (encoder.n_window,), windows)
+        rows: Tensor = encoder(mel, feature_lens=frames, **chunks).last_hidden_state
         return functional.pad(rows, (0, self.row_width - self.hidden_size))
 
 
@@ -76,4 +87,32 @@ def _unpadded(item: Tensors) -> Tensor:
     mel = item["input_features"]
     mel = mel.view(mel.shape[-2:])
     mask = item.get("feature_attention_mask")
-    return mel if mask is None else mel[:, mask.view(-1).bool()]
+    if mask is None:
+        return mel
+    return mel.index_select(1, to_device(mask.view(-1).nonzero().view(-1), mel.device))
+
+
+def _functions(encoder: Any) -> Any:
+    """The module of transformers that the encoder is of."""
+    return import_module(type(encoder).__module__)
+
+
+def _chunks(
+    encoder: Any,
+    mel: Tensor,
+    frames: Tensor,
+    of_indices: Sequence[Any] = (),
+    of_bounds: Sequence[Any] = (),
+) -> dict[str, Tensor]:
+    """What transformers' encoder computes of the lengths of sounds [items] on the host, value by
+    value. What is computed with goes to the device; the bounds of windows, which each layer reads,
+    stay. `of_indices` and `of_bounds`: what its functions take beside the lengths of chunks."""
+    functions = _functions(encoder)
+    padded, lengths = functions.chunk_and_pad_features(mel, frames, encoder.n_window)
+    indices = functions.get_valid_indices(lengths, *of_indices)
+    return {
+        "padded_feature": padded,
+        "chunk_lengths": to_device(lengths, mel.device),
+        "valid_indices": to_device(indices, mel.device),
+        "cu_seqlens": functions.get_audio_cu_seqlens(lengths, *of_bounds),
+    }

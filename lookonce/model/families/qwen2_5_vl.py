@@ -12,7 +12,14 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from transformers.vision_utils import (
+    get_vision_cu_seqlens,
+    get_vision_interpolation_indices_and_weights,
+    get_vision_position_ids,
+    get_vision_window_index,
+)
 
+from lookonce.model.device import to_device
 from lookonce.model.families.base import Model, ModelFamily, PositionAxes, Tensors
 from lookonce.types.media import Modality
 
@@ -26,6 +33,7 @@ class Qwen2_5VLFamily(ModelFamily):  # noqa: N801
     model_types: ClassVar[tuple[str, ...]] = ("qwen2_vl", "qwen2_5_vl")
     modalities: tuple[Modality, ...] = ("image", "video")
     position_axes: PositionAxes = 3
+    host_arrays = frozenset({"image_grid_thw", "video_grid_thw"})
 
     def __init__(self, model: Model) -> None:
         super().__init__(model)
@@ -57,8 +65,38 @@ def encode_patches(media_model: Any, items: Sequence[Tensors], modality: Modalit
     patches = [item[pixels] for item in items]
     # Checked here, because the vision encoder would allocate whatever a wrong grid asks for; not in
     # 64 bits, where products of huge or negative numbers may come out right.
+    grids = grids.cpu()  # who calls this without an engine may give them on the device
     for grid, patch in zip(grids.tolist(), patches, strict=True):
         if min(grid) < 1 or math.prod(grid) != len(patch):
             raise ValueError(f"{name} does not match the number of patches")
     joined = patches[0] if len(patches) == 1 else torch.cat(patches)
-    return media_model.get_image_features(joined, grids)
+    return media_model.get_image_features(
+        joined, grids, **_of_grids(media_model.visual, grids, joined.device)
+    )
+
+
+def _of_grids(visual: Any, grids: Tensor, device: torch.device) -> dict[str, Tensor]:
+    """What transformers' encoder computes of the grids [items, 3], from those on the host: it reads
+    them value by value, and the bounds of its windows in each layer. Names are those of
+    `accepts_precomputed_kwargs`. What is computed with goes to the device, bounds stay."""
+    merge = visual.spatial_merge_size
+    found = {
+        "image_position_ids": to_device(get_vision_position_ids(grids, merge), device),
+        "image_cu_seqlens": get_vision_cu_seqlens(grids),
+    }
+    if hasattr(visual, "window_size"):
+        window, patch = visual.window_size, visual.patch_size
+        index, bounds = get_vision_window_index(grids, merge, window, patch)
+        found["image_window_index"] = to_device(index, device)
+        found["image_cu_window_seqlens"] = bounds
+    if hasattr(visual, "interpolation_mode"):
+        indices, weights = get_vision_interpolation_indices_and_weights(
+            grids,
+            num_grid_per_side=visual.num_grid_per_side,
+            mode=visual.interpolation_mode,
+            align_corners=visual.interpolation_align_corners,
+            spatial_merge_size=merge,
+        )
+        found["image_interp_indices"] = to_device(indices, device)
+        found["image_interp_weights"] = to_device(weights, device)
+    return found

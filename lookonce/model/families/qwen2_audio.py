@@ -6,9 +6,9 @@ from collections.abc import Hashable, Sequence
 
 import torch
 from torch import Tensor
-from transformers.masking_utils import create_bidirectional_mask
 
 from lookonce.model.families.base import ModelFamily, Tensors
+from lookonce.model.families.padding import padding_mask
 from lookonce.types.media import Modality
 
 
@@ -18,6 +18,7 @@ class Qwen2AudioFamily(ModelFamily):
 
     model_types = ("qwen2_audio",)
     modalities = ("audio",)
+    host_arrays = frozenset({"feature_attention_mask"})
 
     def batch_key(self, modality: Modality, item: Tensors) -> Hashable:
         return modality
@@ -27,7 +28,8 @@ class Qwen2AudioFamily(ModelFamily):
         mels = torch.stack([item["input_features"].squeeze(0) for item in items])
         frames = torch.stack([item["feature_attention_mask"].sum() for item in items])
         positions, rows = encoder._get_feat_extract_output_lengths(frames)
-        hidden = encoder(mels, attention_mask=self.padding_mask(positions, mels)).last_hidden_state
+        mask = self.padding_mask(positions, mels)
+        hidden = encoder(mels, attention_mask=mask).last_hidden_state
         projected = self.model.model.multi_modal_projector(hidden)
         counts = rows.tolist()
         return [output[:count] for output, count in zip(projected, counts, strict=True)]
@@ -35,11 +37,5 @@ class Qwen2AudioFamily(ModelFamily):
     def padding_mask(self, lengths: Tensor, like: Tensor) -> Tensor | None:
         """A mask with which no sound attends to its padding."""
         config = self.model.model.audio_tower.config
-        span = config.max_source_positions
-        real = torch.arange(span, device=like.device) < lengths[:, None]
-        mask: Tensor | None = create_bidirectional_mask(
-            config=config,
-            inputs_embeds=like.new_zeros(len(lengths), span, 1),
-            attention_mask=real.long(),
-        )
-        return mask
+        real = torch.arange(config.max_source_positions) < lengths[:, None]
+        return padding_mask(config, real, like)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lookonce.model.families.base import PositionAxes, Tensors
 from lookonce.model.families.general import GeneralTextFamily
-from lookonce.model.families.qwen2_5_vl import encode_patches
+from lookonce.model.families.qwen2_5_vl import Qwen2_5VLFamily, encode_patches
 from lookonce.types.media import Modality
 
 
@@ -19,6 +19,7 @@ class Qwen3_5Family(GeneralTextFamily):  # noqa: N801
     model_types = ("qwen3_5", "qwen3_5_moe")
     modalities: tuple[Modality, ...] = ("image", "video")
     position_axes: PositionAxes = 3
+    host_arrays = Qwen2_5VLFamily.host_arrays
 
     @property
     def reserved_tokens(self) -> frozenset[int]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lookonce.model.families.base import Tensors
+from lookonce.model.families.base import Model, Tensors
 from lookonce.model.families.qwen2_5_vl import Qwen2_5VLFamily
 from lookonce.types.media import Modality
 
@@ -18,6 +18,10 @@ class Qwen3VLFamily(Qwen2_5VLFamily):
 
     model_types = ("qwen3_vl", "qwen3_vl_moe")
     position_axes = 4
+
+    def __init__(self, model: Model) -> None:
+        super().__init__(model)
+        self.decoder._deepstack_process = _add_at
 
     @property
     def row_width(self) -> int:
@@ -32,7 +36,10 @@ class Qwen3VLFamily(Qwen2_5VLFamily):
     def place(self, embeds: Tensor, at: Tensor, rows: Tensor) -> dict[str, Any]:
         first, *deeper = torch.split(rows, self.hidden_size, dim=-1)
         embeds.index_copy_(0, at, first)
-        mask = torch.zeros(1, len(embeds), dtype=torch.bool, device=embeds.device)
-        mask[0, at] = True
-        # `at` is sorted, so the mask selects positions in the order of the rows.
-        return {"visual_pos_masks": mask, "deepstack_visual_embeds": deeper}
+        return {"visual_pos_masks": at, "deepstack_visual_embeds": deeper}
+
+
+def _add_at(hidden: Tensor, at: Tensor, rows: Tensor) -> Tensor:
+    """Hidden states [1, T, H] of which those at the indices `at` [N] have `rows` [N, H] added. By a
+    mask, as transformers does it, the host would wait for the number of rows."""
+    return hidden.index_add(1, at, rows[None].to(hidden.dtype))

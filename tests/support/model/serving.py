@@ -47,6 +47,7 @@ from lookonce.types.request import GenerateRequest, PromptLogprob
 from lookonce.types.sampling import SamplingParams
 from lookonce.types.step import StepPlan, StepResult
 from tests.support.core.engine import OVERLAPPED
+from tests.support.device import DEVICE
 from tests.support.model.cases import MAX_LOGIT_ERROR, Case, CaseMaker, Part, array, picture, sound
 from tests.support.model.chats import PoolInProcess, chat_case
 from tests.support.render import hugging_face
@@ -115,7 +116,7 @@ class CapturingRunner(Runner):
 
 
 def make_subject(folder: Path) -> Subject:
-    loaded = load_model(ModelConfig(folder=str(folder), served_name="test"))
+    loaded = load_model(ModelConfig(folder=str(folder), served_name="test", device=DEVICE))
     maker = CaseMaker(folder, loaded.family.config)
     cases = text_cases(maker) if not loaded.info.modalities else media_cases(maker)
     return Subject(loaded, cases, expected_answers(folder, loaded.info, cases))
@@ -140,7 +141,7 @@ def missing_library(kind: str) -> str | None:
 
 
 def load_general(folder: Path, **options: Any) -> LoadedModel:
-    config = ModelConfig(folder=str(folder), served_name="test", **options)
+    config = ModelConfig(folder=str(folder), served_name="test", device=DEVICE, **options)
     return load_model(config, None, partial(media_examples, folder, config.dtype))
 
 
@@ -190,7 +191,8 @@ def sounds() -> list[np.ndarray]:
 
 
 def expected_answers(folder: Path, info: ModelInfo, cases: list[Case]) -> list[Answer]:
-    """Greedy tokens and logits of plain Hugging Face `generate`, one prompt at a time, fp32."""
+    """Greedy tokens and logits of plain Hugging Face `generate`, one prompt at a time, fp32, always
+    on a CPU."""
     models: dict[str, Any] = {}
     answers = []
     for case in cases:
@@ -281,16 +283,19 @@ def make_core(
     overlapped: bool = OVERLAPPED,
     decode_sizes: Sequence[int] = (),
     capture: Capture | None = None,
+    encoder_cache: tuple[int, int] = (1 << 20, 0),
 ) -> tuple[EngineCore, CapturingRunner]:
     """`info` is what the scheduler believes of the model, `edit` changes plans on their way to the
     runner: both are for taking a piece of handling away. `overlapped`: plan ahead of results.
+    `encoder_cache`: bytes for encoder outputs on the device, and in host memory.
     """
+    on_device, on_host = encoder_cache
     info = info or loaded.info
     own = media_adapters(loaded.info.name, loaded.info.model_type)
     scheduler = Scheduler(
         SchedulerState(
             BlockPool(num_blocks, block_size),
-            EncoderCache(1 << 20, info.encoder_row_bytes),
+            EncoderCache(on_device, info.encoder_row_bytes, on_host),
             prefix_caching=True,
             snapshots=StateSnapshots(num_snapshots, info.state_bytes) if info.state_bytes else None,
         ),
@@ -302,7 +307,8 @@ def make_core(
         kv_pages=loaded.kv_pages(num_blocks + bool(decode_sizes), block_size),
         decode_sizes=decode_sizes,
         capture=capture,
-        backend=backend or select_backend("cpu", loaded.family.attention_features(loaded.dtype)),
+        backend=backend
+        or select_backend(loaded.device, loaded.family.attention_features(loaded.dtype)),
         max_num_seqs=8,
         max_num_batched_tokens=budget,
         edit=edit,
@@ -360,8 +366,13 @@ def serve(
             if delta.prompt_logprobs is not None:
                 scored[int(delta.request_id)] = delta.prompt_logprobs
     core.check_integrity()
-    answers = [Answer(tokens[str(i)], torch.stack(runner.captured[i])) for i in range(len(cases))]
+    answers = [Answer(tokens[str(i)], _logits(runner, i)) for i in range(len(cases))]
     return Served(answers, core.stats(), scored, [reasons[str(i)] for i in range(len(cases))])
+
+
+def _logits(runner: CapturingRunner, seq_id: int) -> torch.Tensor:
+    """[tokens, V] on the host."""
+    return torch.stack(runner.captured[seq_id]).cpu()
 
 
 def answers(served: Served) -> list[list[int]]:
@@ -388,7 +399,7 @@ def fork(loaded: LoadedModel, case: Case, samples: int, **options: Any) -> list[
             assert delta.error is None, delta.error
             tokens[delta.index] += delta.token_ids
     core.check_integrity()
-    logits = [torch.stack(runner.captured[seq_id]) for seq_id in sorted(runner.captured)]
+    logits = [_logits(runner, seq_id) for seq_id in sorted(runner.captured)]
     return [Answer(*pair) for pair in zip(tokens, logits, strict=True)]
 
 

@@ -119,6 +119,9 @@ SCALES: dict[str, Scale] = {
         max_pixels=1024 * 1024,
         max_length=32768,
     ),
+    "1b": Scale(  # as Llama 3.2 1B, with a smaller vocabulary
+        vocab=49152, hidden=2048, ffn=8192, layers=16, heads=32, kv_heads=8, max_length=8192
+    ),
     "135m": Scale(  # as SmolLM2-135M
         vocab=49152, hidden=576, ffn=1536, layers=30, heads=9, kv_heads=3, max_length=8192
     ),
