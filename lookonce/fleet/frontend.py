@@ -18,7 +18,7 @@ import os
 import re
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -41,6 +41,7 @@ from lookonce.frontend.responses import ErrorBody, ErrorResponse
 from lookonce.server.http.connections import WRITE_NOW
 from lookonce.server.http.request_guard import RequestGuard
 from lookonce.server.http.responses import encode, error_response, error_type
+from lookonce.types.lora import LoRAIdentity
 
 logger = logging.getLogger("lookonce.fleet")
 
@@ -61,7 +62,7 @@ STORED_ID = re.compile(rb'"id"\s*:\s*"((?:resp|conv)_[^"]{1,200})"')
 STORED_PATH = re.compile(r"/v1/(?:responses|conversations)/([^/]+)(?:/.*)?")
 STORING_PATHS = frozenset({"/v1/responses", "/v1/conversations"})
 NAMING_PATHS = frozenset({"/v1/chat/completions"})
-"""Nothing of these requests is stored, so a picture's name may take its place."""
+"""Nothing of these requests is stored, so that a picture may come by its name, or behind it all."""
 BROADCAST_PATHS = frozenset(
     {
         "/inference/v1/abort_requests",
@@ -71,7 +72,11 @@ BROADCAST_PATHS = frozenset(
     }
 )
 """POSTs that every engine gets."""
-ADAPTER_PATHS = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
+LOAD_ADAPTER = "/v1/load_lora_adapter"
+LOAD_TIMEOUT = 300.0
+LOAD_HEADERS = (b"authorization", b"x-api-key", b"content-type")
+"""Of a load, that go with it to engines which start later."""
+ADAPTER_PATHS = frozenset({LOAD_ADAPTER, "/v1/unload_lora_adapter"})
 """POSTs that every engine gets which loads adapters while it runs."""
 MODEL_PATH = "/v1/models/"
 OWN_PATHS = frozenset({"/health", "/ping", "/ready", "/metrics", "/fleet"})
@@ -93,6 +98,19 @@ class EngineAddress(msgspec.Struct, frozen=True):
     draining: bool = False
 
 
+class AdapterLoad(msgspec.Struct, frozen=True):
+    """A LoRA adapter that was loaded by route, and the request that did so: engines that start
+    later get it, too."""
+
+    identity: LoRAIdentity
+    headers: Headers
+    body: bytes
+
+
+AdapterLoads = dict[str, AdapterLoad]
+"""Name of an adapter → its load; of one model."""
+
+
 class Member:
     """One engine of the fleet: its connections, its events, and whether it is ready."""
 
@@ -101,11 +119,16 @@ class Member:
         address: EngineAddress,
         state: EngineState,
         key: str | None,
+        loads: AdapterLoads,
         on_look: Callable[[], None] = lambda: None,
     ) -> None:
-        """`on_look` is called whenever it is known anew whether the engine accepts requests."""
+        """`loads`: what this engine has to load before it gets requests. `on_look` is called
+        whenever it is known anew whether the engine accepts requests."""
         self.address, self.state = address, state
+        self._loads = loads
         self._on_look = on_look
+        self.without: set[str] = set()
+        """Names of adapters that it could not load as others have: it gets no requests for them."""
         self.client = EngineClient(address.http)
         self.processor = Processor()
         self.cards: list[dict[str, Any]] = []
@@ -133,6 +156,8 @@ class Member:
             ready = await self._is_ready()
             if ready:
                 ready = await self.learn()
+            if ready and not self.state.accepts:
+                ready = await self._load_adapters()
             self.state.accepts = ready and not self.draining
             self._on_look()
             with contextlib.suppress(TimeoutError):
@@ -160,14 +185,44 @@ class Member:
         except (msgspec.MsgspecError, LookupError, ValueError, TypeError, AttributeError):
             logger.error("%s does not answer as an engine does", self.address.name)
             return False
-        self.processor, self.state.adapters = told, frozenset(told.adapters)
+        if self.state.accepts:  # what it has loaded since came by another front-end
+            for name, load in list(self._loads.items()):
+                if name not in self.without and told.adapters.get(name) != load.identity:
+                    del self._loads[name]
+        self.processor, self.state.adapters = told, frozenset(told.adapters) - self.without
         return bool(self.cards)
+
+    async def _load_adapters(self) -> bool:
+        """What was loaded by route before this engine started; whether it tells what it has now."""
+
+        def missing() -> set[str]:
+            told = self.processor.adapters
+            return {n for n, load in self._loads.items() if told.get(n) != load.identity}
+
+        wanted = missing() - self.without
+        for name in sorted(wanted):
+            if (load := self._loads.get(name)) is not None:
+                await self._ask("POST", LOAD_ADAPTER, load.headers, load.body, LOAD_TIMEOUT)
+        if not wanted:
+            return True
+        known = await self.learn()
+        if failed := missing() & wanted:
+            names = ", ".join(sorted(failed))
+            logger.error("%s could not load adapters as others have: %s", self.address.name, names)
+            self.without |= failed
+            self.state.adapters -= failed
+        return known
 
     async def get(self, path: str, timeout: float = PROBE_TIMEOUT) -> tuple[int, bytes] | None:
         """Status and body; None where none came in time."""
+        return await self._ask("GET", path, self.headers, b"", timeout)
+
+    async def _ask(
+        self, method: str, path: str, headers: Headers, body: bytes, timeout: float
+    ) -> tuple[int, bytes] | None:
         try:
             async with asyncio.timeout(timeout):
-                answer = await self.client.request("GET", path, self.headers)
+                answer = await self.client.request(method, path, headers, body)
                 try:
                     return answer.status, await answer.body()
                 finally:
@@ -185,6 +240,8 @@ class Fleet:
         self._key = key
         self.members: dict[str, Member] = {}
         self._looked = asyncio.Event()
+        self.loads: dict[str, AdapterLoads] = {}
+        """Model → its adapters that were loaded by route."""
 
     async def wait_served(self, num_models: int) -> None:
         """Until engines of so many models accept requests."""
@@ -208,7 +265,13 @@ class Fleet:
                 follows = address.events is not None
                 state = self.router.add_engine(name, address.model, follows=follows)
                 state.accepts = False
-                member = Member(address, state, self._key, self._looked.set)
+                member = Member(
+                    address,
+                    state,
+                    self._key,
+                    self.loads.setdefault(address.model, {}),
+                    self._looked.set,
+                )
                 self.members[name] = member
                 if address.events is not None:
                     replay = address.events_replay or address.events
@@ -396,35 +459,31 @@ class Frontend:
         member = self._fleet.members.get(route.engine.name)
         if member is None:
             return False
-        named = self._with_names(exchange, body, route)
-        if named is not body:
-            with contextlib.suppress(_NotHeldError):
-                return await self._pass_on(exchange, named, request_id, route, member, whole=False)
-        return await self._pass_on(exchange, body, request_id, route, member)
-
-    def _with_names(self, exchange: _Exchange, body: bytes, route: Route) -> bytes:
-        """The body with names in place of pictures that the engine holds: it need not receive,
-        decode and hash them again."""
-        if exchange.path not in NAMING_PATHS:
-            return body
         router, engine = self._fleet.router, route.engine
-        held = [each for each in route.identity.inline if router.holds_item(engine, each.key)]
-        return body_with_names(body, held)
+        pictures = route.identity.inline if exchange.path in NAMING_PATHS else ()
+        held = {each.key for each in pictures if router.holds_item(engine, each.key)}
+        if held:
+            with contextlib.suppress(_NotHeldError):
+                sent = body_with_names(body, pictures, held)
+                return await self._pass_on(exchange, sent, request_id, route, member, whole=False)
+        sent = body_with_names(body, pictures, ())
+        return await self._pass_on(exchange, sent, request_id, route, member)
 
     async def _pass_on(
         self,
         exchange: _Exchange,
-        body: bytes,
+        sent: tuple[bytes, tuple[bytes, ...]],
         request_id: str,
         route: Route,
         member: Member,
         *,
         whole: bool = True,
     ) -> bool:
-        """As `_forward`. `whole`: no picture was replaced by its name. Raises `_NotHeldError` where
-        one was, and the engine does not hold it any more."""
+        """As `_forward`; `sent`: body, and what is attached to it. `whole`: no picture was replaced
+        by its name. Raises `_NotHeldError` where one was, and the engine does not hold it any more.
+        """
         began = time.monotonic()
-        async with exchange.asking(member, body, request_id) as answer:
+        async with exchange.asking(member, sent[0], request_id, sent[1]) as answer:
             if answer.status == 422 and not whole:
                 await answer.body()
                 raise _NotHeldError
@@ -500,19 +559,50 @@ class Frontend:
     async def _change_adapters(self, exchange: _Exchange, body: bytes) -> None:
         """To all engines. Those that were started without `--lora-dir` (403) are left out, as long
         as there are others; of these the first error is answered."""
+        name = _adapter_name(body)
         answers: list[EngineAnswerParts] = []
+        changed: list[Member] = []
+        before: dict[str, AdapterLoad] = {}
+        for model, loads in self._fleet.loads.items():  # what these are is being changed
+            if name in loads:
+                before[model] = loads.pop(name)
         for member in self._fleet.ready():
             try:
                 async with exchange.asking(member, body, exchange.request_id) as answer:
                     answers.append((answer.status, answer.headers, await answer.body()))
             except EngineLostError:
                 continue
+            if answer.status == 200:
+                changed.append(member)
+                member.without.discard(name)
         await asyncio.gather(*(member.learn() for member in self._fleet.ready()))
+        models = {member.address.model for member in changed}
+        for model, load in before.items():
+            if model not in models:
+                self._fleet.loads[model][name] = load
+        if exchange.path == LOAD_ADAPTER:
+            self._note_loaded(name, changed, exchange.sent_headers(LOAD_HEADERS), body)
         meant = [each for each in answers if each[0] != 403] or answers
         if not meant:
             await exchange.refuse(503, "no_engine", "no engine takes requests now")
             return
         await exchange.answer(*next((each for each in meant if each[0] != 200), meant[0]))
+
+    def _note_loaded(
+        self, name: str, changed: Sequence[Member], headers: Headers, body: bytes
+    ) -> None:
+        """Engines of the same models that start later load it, too."""
+        identities = {each.address.model: each.processor.adapters.get(name) for each in changed}
+        for model, identity in identities.items():
+            if identity is None:
+                continue
+            given = msgspec.json.decode(body) | {"load_inplace": True}
+            load = AdapterLoad(identity, headers, msgspec.json.encode(given))
+            self._fleet.loads[model][name] = load
+            for member in self._fleet.ready():
+                unlike = member.processor.adapters.get(name) != identity
+                if unlike and member.address.model == model:
+                    member.without.add(name)
 
     async def _models(self, exchange: _Exchange) -> None:
         """A card of each model and adapter. One engine is asked, so that keys are checked."""
@@ -661,6 +751,18 @@ async def _relay(engine: Any, receive: Receive, send: Send) -> None:
             await upward
 
 
+def _adapter_name(body: bytes) -> str:
+    """Which adapter a load or an unload is about; engines refuse what names none."""
+    try:
+        return msgspec.json.decode(body, type=_NamesAdapter).lora_name
+    except msgspec.MsgspecError:
+        return ""
+
+
+class _NamesAdapter(msgspec.Struct):
+    lora_name: str
+
+
 def _find_key(keys: tuple[ApiKey, ...], given: str) -> ApiKey | None:
     """Compares with every key in constant time."""
     digest, found = key_digest(given), None
@@ -717,6 +819,9 @@ class _Exchange:
                 return found
         return b""
 
+    def sent_headers(self, names: Collection[bytes]) -> Headers:
+        return [(name, value) for name, value in self._scope["headers"] if name in names]
+
     async def body(self) -> bytes | None:
         """None: it is too long."""
         parts, size = [], 0
@@ -734,7 +839,7 @@ class _Exchange:
 
     @contextlib.asynccontextmanager
     async def asking(
-        self, member: Member, body: bytes, request_id: str
+        self, member: Member, body: bytes, request_id: str, attached: Sequence[bytes] = ()
     ) -> AsyncIterator[EngineAnswer]:
         """The engine's answer. A client that leaves meanwhile ends it (`_ClientLeft`)."""
         query = self._scope["query_string"].decode("latin-1")
@@ -746,7 +851,7 @@ class _Exchange:
             if name not in (b"origin", b"x-request-id")
         ]
         headers.append((b"x-request-id", request_id.encode("latin-1")))
-        asked = member.client.request(self.method, target, headers, body)
+        asked = member.client.request(self.method, target, headers, body, attached)
         answer: EngineAnswer = await self._unless_left(asked)
         assert self._watch is not None
         self._watch.add_done_callback(answer.abort)
