@@ -33,7 +33,13 @@ from lookonce.fleet.engine_http import (
     EngineLostError,
     Headers,
 )
-from lookonce.fleet.identity import Identity, Processor, body_with_names, identify_body
+from lookonce.fleet.identity import (
+    Identity,
+    InlinePicture,
+    Processor,
+    body_with_names,
+    identify_body,
+)
 from lookonce.fleet.metrics import engines_families, fleet_families
 from lookonce.fleet.router import EngineState, NoEngineError, Route, Router
 from lookonce.fleet.subscriber import Change, EventSubscriber
@@ -360,20 +366,24 @@ class Frontend:
         if body is None:
             await exchange.refuse(413, "too_large", f"a body has at most {MAX_BODY_BYTES} bytes")
             return
+        exchange.content = body
         method, path = exchange.method, exchange.path
         if path == "/v1/models" and method == "GET":
             await self._models(exchange)
         elif method == "POST" and path in BROADCAST_PATHS:
-            await self._broadcast(exchange, body)
+            await self._broadcast(exchange)
         elif method == "POST" and path in ADAPTER_PATHS:
             await self._change_adapters(exchange, body)
         elif stored := STORED_PATH.fullmatch(path):
-            await self._stored(exchange, body, stored[1])
+            await self._stored(exchange, stored[1])
         else:
             began = time.perf_counter()
             request_id, identity = self._identify(exchange, body)
             self.decision_seconds += time.perf_counter() - began
-            await self._route(exchange, body, request_id, identity)
+            exchange.pictures = identity.inline
+            del body  # `exchange` gives it up when the answer begins
+            identity = msgspec.structs.replace(identity, inline=())
+            await self._route(exchange, request_id, identity)
 
     def _identify(self, exchange: _Exchange, body: bytes) -> tuple[str, Identity]:
         """The request's id and what it refers to; of what is no JSON, nothing."""
@@ -400,9 +410,7 @@ class Frontend:
         found = _find_key(self._keys, key.strip())
         return "" if found is None else found.tenant
 
-    async def _route(
-        self, exchange: _Exchange, body: bytes, request_id: str, identity: Identity
-    ) -> None:
+    async def _route(self, exchange: _Exchange, request_id: str, identity: Identity) -> None:
         """To the engine of the router's choice. Where that one refuses, to another; where it is
         lost before its answer has begun, once more."""
         router, failed, lost = self._fleet.router, set[str](), 0
@@ -415,7 +423,7 @@ class Frontend:
                 return
             self.decision_seconds += time.perf_counter() - began
             try:
-                done = await self._forward(exchange, body, request_id, route)
+                done = await self._forward(exchange, request_id, route)
             except EngineLostError:
                 router.ended(request_id, route, failed=True)
                 if exchange.left:
@@ -448,9 +456,7 @@ class Frontend:
             return
         await exchange.refuse(503, "no_engine", "no engine takes requests now")
 
-    async def _forward(
-        self, exchange: _Exchange, body: bytes, request_id: str, route: Route
-    ) -> bool:
+    async def _forward(self, exchange: _Exchange, request_id: str, route: Route) -> bool:
         """Send to the route's engine, and hand on its answer. False: nothing was handed on, and
         another engine may serve the request.
 
@@ -460,31 +466,27 @@ class Frontend:
         if member is None:
             return False
         router, engine = self._fleet.router, route.engine
-        pictures = route.identity.inline if exchange.path in NAMING_PATHS else ()
-        held = {each.key for each in pictures if router.holds_item(engine, each.key)}
+        if exchange.path not in NAMING_PATHS:
+            exchange.pictures = ()
+        held = {each.key for each in exchange.pictures if router.holds_item(engine, each.key)}
         if held:
             with contextlib.suppress(_NotHeldError):
-                sent = body_with_names(body, pictures, held)
-                return await self._pass_on(exchange, sent, request_id, route, member, whole=False)
-        sent = body_with_names(body, pictures, ())
-        return await self._pass_on(exchange, sent, request_id, route, member)
+                return await self._pass_on(exchange, request_id, route, member, held)
+        return await self._pass_on(exchange, request_id, route, member, set())
 
     async def _pass_on(
         self,
         exchange: _Exchange,
-        sent: tuple[bytes, tuple[bytes, ...]],
         request_id: str,
         route: Route,
         member: Member,
-        *,
-        whole: bool = True,
+        held: Collection[int],
     ) -> bool:
-        """As `_forward`; `sent`: body, and what is attached to it. `whole`: no picture was replaced
-        by its name. Raises `_NotHeldError` where one was, and the engine does not hold it any more.
-        """
+        """As `_forward`; `held`: keys of pictures that are sent by their names. Raises
+        `_NotHeldError` where the engine does not hold one of these any more."""
         began = time.monotonic()
-        async with exchange.asking(member, sent[0], request_id, sent[1]) as answer:
-            if answer.status == 422 and not whole:
+        async with exchange.asking(member, request_id, held=held) as answer:
+            if answer.status == 422 and held:
                 await answer.body()
                 raise _NotHeldError
             unknown = answer.status == 422 and any(m.bare for m in route.identity.media)
@@ -516,14 +518,14 @@ class Frontend:
 
     # --- requests for several engines ------------------------------------------------------------
 
-    async def _stored(self, exchange: _Exchange, body: bytes, stored: str) -> None:
+    async def _stored(self, exchange: _Exchange, stored: str) -> None:
         """What an engine has stored: the one that is known for it, or each until one has it."""
         known = self._fleet.router.engine_of_stored(stored)
         members = sorted(self._fleet.ready(), key=lambda each: each.address.name != known)
         held: EngineAnswerParts | None = None
         for member in members:
             try:
-                async with exchange.asking(member, body, exchange.request_id) as answer:
+                async with exchange.asking(member, exchange.request_id) as answer:
                     held = answer.status, answer.headers, await answer.body()
             except EngineLostError:
                 continue
@@ -535,13 +537,13 @@ class Frontend:
         else:
             await exchange.answer(*held)
 
-    async def _broadcast(self, exchange: _Exchange, body: bytes) -> None:
+    async def _broadcast(self, exchange: _Exchange) -> None:
         """To all engines; the first error is answered, else what all aborted."""
         aborted: list[str] = []
         held: EngineAnswerParts | None = None
         for member in self._fleet.ready():
             try:
-                async with exchange.asking(member, body, exchange.request_id) as answer:
+                async with exchange.asking(member, exchange.request_id) as answer:
                     got = answer.status, answer.headers, await answer.body()
             except EngineLostError:
                 continue
@@ -568,7 +570,7 @@ class Frontend:
                 before[model] = loads.pop(name)
         for member in self._fleet.ready():
             try:
-                async with exchange.asking(member, body, exchange.request_id) as answer:
+                async with exchange.asking(member, exchange.request_id) as answer:
                     answers.append((answer.status, answer.headers, await answer.body()))
             except EngineLostError:
                 continue
@@ -610,7 +612,7 @@ class Frontend:
         if not members:
             await exchange.refuse(503, "no_engine", "no engine takes requests now")
             return
-        async with exchange.asking(members[0], b"", exchange.request_id) as answer:
+        async with exchange.asking(members[0], exchange.request_id) as answer:
             status, headers, body = answer.status, answer.headers, await answer.body()
         if status == 200:
             cards = {card["id"]: card for member in members for card in member.cards}
@@ -802,6 +804,10 @@ class _Exchange:
         self._last = b""
         """What was written last."""
         self.status = 0
+        self.content = b""
+        """Its body, until an answer has begun."""
+        self.pictures: tuple[InlinePicture, ...] = ()
+        """Of the body, those that are not sent as they stand there."""
         self.held: EngineAnswerParts | None = None
         """An answer that is given if no other engine has a better one."""
         asked = self.header(b"x-request-id").decode("latin-1")
@@ -839,9 +845,10 @@ class _Exchange:
 
     @contextlib.asynccontextmanager
     async def asking(
-        self, member: Member, body: bytes, request_id: str, attached: Sequence[bytes] = ()
+        self, member: Member, request_id: str, *, held: Collection[int] = ()
     ) -> AsyncIterator[EngineAnswer]:
-        """The engine's answer. A client that leaves meanwhile ends it (`_ClientLeft`)."""
+        """The engine's answer to `content`, in which pictures are named that it holds by `held`,
+        and others are attached. A client that leaves meanwhile ends it (`_ClientLeft`)."""
         query = self._scope["query_string"].decode("latin-1")
         raw = self._scope.get("raw_path") or self.path.encode()
         target = raw.decode("latin-1") + (f"?{query}" if query else "")
@@ -851,8 +858,11 @@ class _Exchange:
             if name not in (b"origin", b"x-request-id")
         ]
         headers.append((b"x-request-id", request_id.encode("latin-1")))
-        asked = member.client.request(self.method, target, headers, body, attached)
-        answer: EngineAnswer = await self._unless_left(asked)
+        answer: EngineAnswer = await self._unless_left(
+            member.client.request(
+                self.method, target, headers, *body_with_names(self.content, self.pictures, held)
+            )
+        )
         assert self._watch is not None
         self._watch.add_done_callback(answer.abort)
         try:
@@ -938,6 +948,7 @@ class _Exchange:
 
     async def _start(self, status: int, headers: Headers) -> None:
         self.begun, self.status = True, status
+        self.content, self.pictures = b"", ()
         kept = [each for each in headers if each[0] not in HOP_BY_HOP and each[0] != b"date"]
         await self._send(
             {
