@@ -428,6 +428,19 @@ def test_what_a_warm_up_measured_does_not_keep_requests_from_an_idle_engine() ->
     assert used.count("a") == used.count("b") == 3
 
 
+@pytest.mark.parametrize(("slower", "most"), [(1.8, 3), (4.0, 2)])
+def test_engines_that_measure_about_the_same_get_equally_much(slower: float, most: int) -> None:
+    fleet = Fleet("a", "b")
+    slow, fast = fleet.router.engines.values()
+    for engine, factor in ((slow, slower), (fast, 1.0)):
+        for n in range(1, 9):
+            told = load(prompt_tokens=1000 + 1000 * n, prompt_seconds=1.0 + factor * n)
+            fleet.router.apply(engine, [told])
+    used = [fleet.send(identity(chat(f"{n}" * 4000)))[1].engine for n in range(6)]
+    assert used.count(slow) <= most
+    assert (used.count(slow) == 3) == (slower < 2)
+
+
 def test_models_are_apart() -> None:
     router = Router()
     router.add_engine("a", "nano", follows=False)
