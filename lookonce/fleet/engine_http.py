@@ -94,8 +94,7 @@ class EngineClient:
         """
         if attached:
             lengths = b",".join(b"%d" % len(each) for each in attached)
-            headers = [each for each in headers if each[0] != ATTACHED_HEADER]
-            headers.append((ATTACHED_HEADER, lengths))
+            headers = [*headers, (ATTACHED_HEADER, lengths)]
         head = self._head(method, target, headers, len(body) + sum(map(len, attached)))
         while True:
             connection, used = await self._connection()

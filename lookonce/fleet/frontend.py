@@ -47,6 +47,7 @@ from lookonce.frontend.responses import ErrorBody, ErrorResponse
 from lookonce.server.http.connections import WRITE_NOW
 from lookonce.server.http.request_guard import RequestGuard
 from lookonce.server.http.responses import encode, error_response, error_type
+from lookonce.types.attached_media import ATTACHED_HEADER
 from lookonce.types.lora import LoRAIdentity
 
 logger = logging.getLogger("lookonce.fleet")
@@ -855,7 +856,7 @@ class _Exchange:
         headers = [
             (name, value)
             for name, value in self._scope["headers"]
-            if name not in (b"origin", b"x-request-id")
+            if name not in (b"origin", b"x-request-id", ATTACHED_HEADER)
         ]
         headers.append((b"x-request-id", request_id.encode("latin-1")))
         answer: EngineAnswer = await self._unless_left(
