@@ -58,6 +58,8 @@ PICTURES, CONVERSATION_TURNS, AGENT_TURNS = 24, 4, 6
 SYSTEM_WORDS = {"zipf": 40, "agents": 300}
 BIG_BYTES = 10 << 20
 DECISIONS = 200
+STREAM_REPEATS = 5
+STREAM_TOKENS = (16, 272)
 IDLE_SECONDS = 2.0
 """How long the CPU of idle front-ends is measured, which is no cost of a token."""
 PROCESSOR = Processor(b"fingerprint")
@@ -382,35 +384,43 @@ def path_report(given: argparse.Namespace, alone: RunningServer, frontends: Fron
         ("10 MB picture, known, ms", itertools.repeat(large(0))),
         ("10 MB picture, new, ms", map(large, itertools.count(1))),
     ):
-        times = uvloop.run(_in_turn(urls, requests, given.repeats))
+        times = uvloop.run(_in_turn(urls, requests, given.repeats, 2 * given.engines))
         direct, through = (median(each) for each in times)
         report.add(name, direct, through, through - direct)
-    many = body([message("user", words(source, 20))], 256)
     idle = cpu_seconds(frontends.pid)
     time.sleep(IDLE_SECONDS)
-    before, started = cpu_seconds(frontends.pid), time.perf_counter()
-    tokens = uvloop.run(_streams(urls[1], many, given.clients))
-    seconds = time.perf_counter() - started
-    idle = (before - idle) / IDLE_SECONDS * seconds
-    used = 1e3 * (cpu_seconds(frontends.pid) - before - idle) / tokens
-    report.add(f"front-end CPU ms by token, {given.clients} streams", None, used, used)
+    idle = (cpu_seconds(frontends.pid) - idle) / IDLE_SECONDS
+    question = message("user", words(source, 20))
+    found = []
+    for _ in range(STREAM_REPEATS):
+        # What requests cost at their beginning and end is the same for long and short answers.
+        used = []
+        for length in STREAM_TOKENS:
+            before, started = cpu_seconds(frontends.pid), time.perf_counter()
+            tokens = uvloop.run(_streams(urls[1], body([question], length), given.clients))
+            waited = idle * (time.perf_counter() - started)
+            used.append((cpu_seconds(frontends.pid) - before - waited, tokens))
+        (short, few), (long, many) = used
+        found.append(1e3 * (long - short) / (many - few))
+    each = median(found)
+    report.add(f"front-end CPU ms by token, {given.clients} streams", None, each, each)
     return report
 
 
 async def _in_turn(
-    urls: Sequence[str], requests: Iterator[bytes], repeats: int
+    urls: Sequence[str], requests: Iterator[bytes], repeats: int, uncounted: int
 ) -> list[list[float]]:
-    """URL → milliseconds to the first token of each repeat, after two that are not counted."""
+    """URL → milliseconds to the first token of each repeat, after those that are not counted."""
     targets = [Target(url) for url in urls]
     times: list[list[float]] = [[] for _ in urls]
-    for number in range(repeats + 2):
+    for number in range(uncounted + repeats):
         for target, found in zip(targets, times, strict=True):
             request = next(requests)
             outcome = RequestOutcome(time.perf_counter())
             await target.send(request, outcome)
             if outcome.error is not None:
                 raise UnavailableError(f"a request failed: {outcome.error}")
-            if number >= 2:
+            if number >= uncounted:
                 found.append(1e3 * outcome.first_text)
     for target in targets:
         target.close()

@@ -18,7 +18,7 @@ import os
 import re
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -33,7 +33,13 @@ from lookonce.fleet.engine_http import (
     EngineLostError,
     Headers,
 )
-from lookonce.fleet.identity import Identity, Processor, body_with_names, identify_body
+from lookonce.fleet.identity import (
+    Identity,
+    InlinePicture,
+    Processor,
+    body_with_names,
+    identify_body,
+)
 from lookonce.fleet.metrics import engines_families, fleet_families
 from lookonce.fleet.router import EngineState, NoEngineError, Route, Router
 from lookonce.fleet.subscriber import Change, EventSubscriber
@@ -41,6 +47,8 @@ from lookonce.frontend.responses import ErrorBody, ErrorResponse
 from lookonce.server.http.connections import WRITE_NOW
 from lookonce.server.http.request_guard import RequestGuard
 from lookonce.server.http.responses import encode, error_response, error_type
+from lookonce.types.attached_media import ATTACHED_HEADER
+from lookonce.types.lora import LoRAIdentity
 
 logger = logging.getLogger("lookonce.fleet")
 
@@ -61,7 +69,7 @@ STORED_ID = re.compile(rb'"id"\s*:\s*"((?:resp|conv)_[^"]{1,200})"')
 STORED_PATH = re.compile(r"/v1/(?:responses|conversations)/([^/]+)(?:/.*)?")
 STORING_PATHS = frozenset({"/v1/responses", "/v1/conversations"})
 NAMING_PATHS = frozenset({"/v1/chat/completions"})
-"""Nothing of these requests is stored, so a picture's name may take its place."""
+"""Nothing of these requests is stored, so that a picture may come by its name, or behind it all."""
 BROADCAST_PATHS = frozenset(
     {
         "/inference/v1/abort_requests",
@@ -71,7 +79,11 @@ BROADCAST_PATHS = frozenset(
     }
 )
 """POSTs that every engine gets."""
-ADAPTER_PATHS = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
+LOAD_ADAPTER = "/v1/load_lora_adapter"
+LOAD_TIMEOUT = 300.0
+LOAD_HEADERS = (b"authorization", b"x-api-key", b"content-type")
+"""Of a load, that go with it to engines which start later."""
+ADAPTER_PATHS = frozenset({LOAD_ADAPTER, "/v1/unload_lora_adapter"})
 """POSTs that every engine gets which loads adapters while it runs."""
 MODEL_PATH = "/v1/models/"
 OWN_PATHS = frozenset({"/health", "/ping", "/ready", "/metrics", "/fleet"})
@@ -93,6 +105,19 @@ class EngineAddress(msgspec.Struct, frozen=True):
     draining: bool = False
 
 
+class AdapterLoad(msgspec.Struct, frozen=True):
+    """A LoRA adapter that was loaded by route, and the request that did so: engines that start
+    later get it, too."""
+
+    identity: LoRAIdentity
+    headers: Headers
+    body: bytes
+
+
+AdapterLoads = dict[str, AdapterLoad]
+"""Name of an adapter → its load; of one model."""
+
+
 class Member:
     """One engine of the fleet: its connections, its events, and whether it is ready."""
 
@@ -101,11 +126,16 @@ class Member:
         address: EngineAddress,
         state: EngineState,
         key: str | None,
+        loads: AdapterLoads,
         on_look: Callable[[], None] = lambda: None,
     ) -> None:
-        """`on_look` is called whenever it is known anew whether the engine accepts requests."""
+        """`loads`: what this engine has to load before it gets requests. `on_look` is called
+        whenever it is known anew whether the engine accepts requests."""
         self.address, self.state = address, state
+        self._loads = loads
         self._on_look = on_look
+        self.without: set[str] = set()
+        """Names of adapters that it could not load as others have: it gets no requests for them."""
         self.client = EngineClient(address.http)
         self.processor = Processor()
         self.cards: list[dict[str, Any]] = []
@@ -133,6 +163,8 @@ class Member:
             ready = await self._is_ready()
             if ready:
                 ready = await self.learn()
+            if ready and not self.state.accepts:
+                ready = await self._load_adapters()
             self.state.accepts = ready and not self.draining
             self._on_look()
             with contextlib.suppress(TimeoutError):
@@ -160,14 +192,44 @@ class Member:
         except (msgspec.MsgspecError, LookupError, ValueError, TypeError, AttributeError):
             logger.error("%s does not answer as an engine does", self.address.name)
             return False
-        self.processor, self.state.adapters = told, frozenset(told.adapters)
+        if self.state.accepts:  # what it has loaded since came by another front-end
+            for name, load in list(self._loads.items()):
+                if name not in self.without and told.adapters.get(name) != load.identity:
+                    del self._loads[name]
+        self.processor, self.state.adapters = told, frozenset(told.adapters) - self.without
         return bool(self.cards)
+
+    async def _load_adapters(self) -> bool:
+        """What was loaded by route before this engine started; whether it tells what it has now."""
+
+        def missing() -> set[str]:
+            told = self.processor.adapters
+            return {n for n, load in self._loads.items() if told.get(n) != load.identity}
+
+        wanted = missing() - self.without
+        for name in sorted(wanted):
+            if (load := self._loads.get(name)) is not None:
+                await self._ask("POST", LOAD_ADAPTER, load.headers, load.body, LOAD_TIMEOUT)
+        if not wanted:
+            return True
+        known = await self.learn()
+        if failed := missing() & wanted:
+            names = ", ".join(sorted(failed))
+            logger.error("%s could not load adapters as others have: %s", self.address.name, names)
+            self.without |= failed
+            self.state.adapters -= failed
+        return known
 
     async def get(self, path: str, timeout: float = PROBE_TIMEOUT) -> tuple[int, bytes] | None:
         """Status and body; None where none came in time."""
+        return await self._ask("GET", path, self.headers, b"", timeout)
+
+    async def _ask(
+        self, method: str, path: str, headers: Headers, body: bytes, timeout: float
+    ) -> tuple[int, bytes] | None:
         try:
             async with asyncio.timeout(timeout):
-                answer = await self.client.request("GET", path, self.headers)
+                answer = await self.client.request(method, path, headers, body)
                 try:
                     return answer.status, await answer.body()
                 finally:
@@ -185,6 +247,8 @@ class Fleet:
         self._key = key
         self.members: dict[str, Member] = {}
         self._looked = asyncio.Event()
+        self.loads: dict[str, AdapterLoads] = {}
+        """Model → its adapters that were loaded by route."""
 
     async def wait_served(self, num_models: int) -> None:
         """Until engines of so many models accept requests."""
@@ -208,7 +272,13 @@ class Fleet:
                 follows = address.events is not None
                 state = self.router.add_engine(name, address.model, follows=follows)
                 state.accepts = False
-                member = Member(address, state, self._key, self._looked.set)
+                member = Member(
+                    address,
+                    state,
+                    self._key,
+                    self.loads.setdefault(address.model, {}),
+                    self._looked.set,
+                )
                 self.members[name] = member
                 if address.events is not None:
                     replay = address.events_replay or address.events
@@ -297,20 +367,24 @@ class Frontend:
         if body is None:
             await exchange.refuse(413, "too_large", f"a body has at most {MAX_BODY_BYTES} bytes")
             return
+        exchange.content = body
         method, path = exchange.method, exchange.path
         if path == "/v1/models" and method == "GET":
             await self._models(exchange)
         elif method == "POST" and path in BROADCAST_PATHS:
-            await self._broadcast(exchange, body)
+            await self._broadcast(exchange)
         elif method == "POST" and path in ADAPTER_PATHS:
             await self._change_adapters(exchange, body)
         elif stored := STORED_PATH.fullmatch(path):
-            await self._stored(exchange, body, stored[1])
+            await self._stored(exchange, stored[1])
         else:
             began = time.perf_counter()
             request_id, identity = self._identify(exchange, body)
             self.decision_seconds += time.perf_counter() - began
-            await self._route(exchange, body, request_id, identity)
+            exchange.pictures = identity.inline
+            del body  # `exchange` gives it up when the answer begins
+            identity = msgspec.structs.replace(identity, inline=())
+            await self._route(exchange, request_id, identity)
 
     def _identify(self, exchange: _Exchange, body: bytes) -> tuple[str, Identity]:
         """The request's id and what it refers to; of what is no JSON, nothing."""
@@ -337,9 +411,7 @@ class Frontend:
         found = _find_key(self._keys, key.strip())
         return "" if found is None else found.tenant
 
-    async def _route(
-        self, exchange: _Exchange, body: bytes, request_id: str, identity: Identity
-    ) -> None:
+    async def _route(self, exchange: _Exchange, request_id: str, identity: Identity) -> None:
         """To the engine of the router's choice. Where that one refuses, to another; where it is
         lost before its answer has begun, once more."""
         router, failed, lost = self._fleet.router, set[str](), 0
@@ -352,7 +424,7 @@ class Frontend:
                 return
             self.decision_seconds += time.perf_counter() - began
             try:
-                done = await self._forward(exchange, body, request_id, route)
+                done = await self._forward(exchange, request_id, route)
             except EngineLostError:
                 router.ended(request_id, route, failed=True)
                 if exchange.left:
@@ -385,9 +457,7 @@ class Frontend:
             return
         await exchange.refuse(503, "no_engine", "no engine takes requests now")
 
-    async def _forward(
-        self, exchange: _Exchange, body: bytes, request_id: str, route: Route
-    ) -> bool:
+    async def _forward(self, exchange: _Exchange, request_id: str, route: Route) -> bool:
         """Send to the route's engine, and hand on its answer. False: nothing was handed on, and
         another engine may serve the request.
 
@@ -396,36 +466,28 @@ class Frontend:
         member = self._fleet.members.get(route.engine.name)
         if member is None:
             return False
-        named = self._with_names(exchange, body, route)
-        if named is not body:
-            with contextlib.suppress(_NotHeldError):
-                return await self._pass_on(exchange, named, request_id, route, member, whole=False)
-        return await self._pass_on(exchange, body, request_id, route, member)
-
-    def _with_names(self, exchange: _Exchange, body: bytes, route: Route) -> bytes:
-        """The body with names in place of pictures that the engine holds: it need not receive,
-        decode and hash them again."""
-        if exchange.path not in NAMING_PATHS:
-            return body
         router, engine = self._fleet.router, route.engine
-        held = [each for each in route.identity.inline if router.holds_item(engine, each.key)]
-        return body_with_names(body, held)
+        if exchange.path not in NAMING_PATHS:
+            exchange.pictures = ()
+        held = {each.key for each in exchange.pictures if router.holds_item(engine, each.key)}
+        if held:
+            with contextlib.suppress(_NotHeldError):
+                return await self._pass_on(exchange, request_id, route, member, held)
+        return await self._pass_on(exchange, request_id, route, member, set())
 
     async def _pass_on(
         self,
         exchange: _Exchange,
-        body: bytes,
         request_id: str,
         route: Route,
         member: Member,
-        *,
-        whole: bool = True,
+        held: Collection[int],
     ) -> bool:
-        """As `_forward`. `whole`: no picture was replaced by its name. Raises `_NotHeldError` where
-        one was, and the engine does not hold it any more."""
+        """As `_forward`; `held`: keys of pictures that are sent by their names. Raises
+        `_NotHeldError` where the engine does not hold one of these any more."""
         began = time.monotonic()
-        async with exchange.asking(member, body, request_id) as answer:
-            if answer.status == 422 and not whole:
+        async with exchange.asking(member, request_id, held=held) as answer:
+            if answer.status == 422 and held:
                 await answer.body()
                 raise _NotHeldError
             unknown = answer.status == 422 and any(m.bare for m in route.identity.media)
@@ -457,14 +519,14 @@ class Frontend:
 
     # --- requests for several engines ------------------------------------------------------------
 
-    async def _stored(self, exchange: _Exchange, body: bytes, stored: str) -> None:
+    async def _stored(self, exchange: _Exchange, stored: str) -> None:
         """What an engine has stored: the one that is known for it, or each until one has it."""
         known = self._fleet.router.engine_of_stored(stored)
         members = sorted(self._fleet.ready(), key=lambda each: each.address.name != known)
         held: EngineAnswerParts | None = None
         for member in members:
             try:
-                async with exchange.asking(member, body, exchange.request_id) as answer:
+                async with exchange.asking(member, exchange.request_id) as answer:
                     held = answer.status, answer.headers, await answer.body()
             except EngineLostError:
                 continue
@@ -476,13 +538,13 @@ class Frontend:
         else:
             await exchange.answer(*held)
 
-    async def _broadcast(self, exchange: _Exchange, body: bytes) -> None:
+    async def _broadcast(self, exchange: _Exchange) -> None:
         """To all engines; the first error is answered, else what all aborted."""
         aborted: list[str] = []
         held: EngineAnswerParts | None = None
         for member in self._fleet.ready():
             try:
-                async with exchange.asking(member, body, exchange.request_id) as answer:
+                async with exchange.asking(member, exchange.request_id) as answer:
                     got = answer.status, answer.headers, await answer.body()
             except EngineLostError:
                 continue
@@ -500,19 +562,50 @@ class Frontend:
     async def _change_adapters(self, exchange: _Exchange, body: bytes) -> None:
         """To all engines. Those that were started without `--lora-dir` (403) are left out, as long
         as there are others; of these the first error is answered."""
+        name = _adapter_name(body)
         answers: list[EngineAnswerParts] = []
+        changed: list[Member] = []
+        before: dict[str, AdapterLoad] = {}
+        for model, loads in self._fleet.loads.items():  # what these are is being changed
+            if name in loads:
+                before[model] = loads.pop(name)
         for member in self._fleet.ready():
             try:
-                async with exchange.asking(member, body, exchange.request_id) as answer:
+                async with exchange.asking(member, exchange.request_id) as answer:
                     answers.append((answer.status, answer.headers, await answer.body()))
             except EngineLostError:
                 continue
+            if answer.status == 200:
+                changed.append(member)
+                member.without.discard(name)
         await asyncio.gather(*(member.learn() for member in self._fleet.ready()))
+        models = {member.address.model for member in changed}
+        for model, load in before.items():
+            if model not in models:
+                self._fleet.loads[model][name] = load
+        if exchange.path == LOAD_ADAPTER:
+            self._note_loaded(name, changed, exchange.sent_headers(LOAD_HEADERS), body)
         meant = [each for each in answers if each[0] != 403] or answers
         if not meant:
             await exchange.refuse(503, "no_engine", "no engine takes requests now")
             return
         await exchange.answer(*next((each for each in meant if each[0] != 200), meant[0]))
+
+    def _note_loaded(
+        self, name: str, changed: Sequence[Member], headers: Headers, body: bytes
+    ) -> None:
+        """Engines of the same models that start later load it, too."""
+        identities = {each.address.model: each.processor.adapters.get(name) for each in changed}
+        for model, identity in identities.items():
+            if identity is None:
+                continue
+            given = msgspec.json.decode(body) | {"load_inplace": True}
+            load = AdapterLoad(identity, headers, msgspec.json.encode(given))
+            self._fleet.loads[model][name] = load
+            for member in self._fleet.ready():
+                unlike = member.processor.adapters.get(name) != identity
+                if unlike and member.address.model == model:
+                    member.without.add(name)
 
     async def _models(self, exchange: _Exchange) -> None:
         """A card of each model and adapter. One engine is asked, so that keys are checked."""
@@ -520,7 +613,7 @@ class Frontend:
         if not members:
             await exchange.refuse(503, "no_engine", "no engine takes requests now")
             return
-        async with exchange.asking(members[0], b"", exchange.request_id) as answer:
+        async with exchange.asking(members[0], exchange.request_id) as answer:
             status, headers, body = answer.status, answer.headers, await answer.body()
         if status == 200:
             cards = {card["id"]: card for member in members for card in member.cards}
@@ -661,6 +754,18 @@ async def _relay(engine: Any, receive: Receive, send: Send) -> None:
             await upward
 
 
+def _adapter_name(body: bytes) -> str:
+    """Which adapter a load or an unload is about; engines refuse what names none."""
+    try:
+        return msgspec.json.decode(body, type=_NamesAdapter).lora_name
+    except msgspec.MsgspecError:
+        return ""
+
+
+class _NamesAdapter(msgspec.Struct):
+    lora_name: str
+
+
 def _find_key(keys: tuple[ApiKey, ...], given: str) -> ApiKey | None:
     """Compares with every key in constant time."""
     digest, found = key_digest(given), None
@@ -700,6 +805,10 @@ class _Exchange:
         self._last = b""
         """What was written last."""
         self.status = 0
+        self.content = b""
+        """Its body, until an answer has begun."""
+        self.pictures: tuple[InlinePicture, ...] = ()
+        """Of the body, those that are not sent as they stand there."""
         self.held: EngineAnswerParts | None = None
         """An answer that is given if no other engine has a better one."""
         asked = self.header(b"x-request-id").decode("latin-1")
@@ -716,6 +825,9 @@ class _Exchange:
                 found: bytes = value
                 return found
         return b""
+
+    def sent_headers(self, names: Collection[bytes]) -> Headers:
+        return [(name, value) for name, value in self._scope["headers"] if name in names]
 
     async def body(self) -> bytes | None:
         """None: it is too long."""
@@ -734,20 +846,24 @@ class _Exchange:
 
     @contextlib.asynccontextmanager
     async def asking(
-        self, member: Member, body: bytes, request_id: str
+        self, member: Member, request_id: str, *, held: Collection[int] = ()
     ) -> AsyncIterator[EngineAnswer]:
-        """The engine's answer. A client that leaves meanwhile ends it (`_ClientLeft`)."""
+        """The engine's answer to `content`, in which pictures are named that it holds by `held`,
+        and others are attached. A client that leaves meanwhile ends it (`_ClientLeft`)."""
         query = self._scope["query_string"].decode("latin-1")
         raw = self._scope.get("raw_path") or self.path.encode()
         target = raw.decode("latin-1") + (f"?{query}" if query else "")
         headers = [
             (name, value)
             for name, value in self._scope["headers"]
-            if name not in (b"origin", b"x-request-id")
+            if name not in (b"origin", b"x-request-id", ATTACHED_HEADER)
         ]
         headers.append((b"x-request-id", request_id.encode("latin-1")))
-        asked = member.client.request(self.method, target, headers, body)
-        answer: EngineAnswer = await self._unless_left(asked)
+        answer: EngineAnswer = await self._unless_left(
+            member.client.request(
+                self.method, target, headers, *body_with_names(self.content, self.pictures, held)
+            )
+        )
         assert self._watch is not None
         self._watch.add_done_callback(answer.abort)
         try:
@@ -833,6 +949,7 @@ class _Exchange:
 
     async def _start(self, status: int, headers: Headers) -> None:
         self.begun, self.status = True, status
+        self.content, self.pictures = b"", ()
         kept = [each for each in headers if each[0] not in HOP_BY_HOP and each[0] != b"date"]
         await self._send(
             {

@@ -55,6 +55,8 @@ MIN_TOKENS = 32
 """Computed between two loads: fewer say nothing of a rate."""
 MIN_PROMPTS = 4
 """Computed between two measurements of what a request takes."""
+UNLIKE = 2.0
+"""Engines whose rates differ by less are taken for equal."""
 RECOMPUTED = 1.5
 BESIDE = 0.5
 """Of the seconds of an answer, what a request beside it waits for: steps decode all of them."""
@@ -78,6 +80,15 @@ class Rates:
     """Of an encoder output that a shared tier gives instead; None: none has given any yet."""
     tier_token: float | None = None
     """Of a prompt token whose KV a shared tier gives; None: none has given any yet."""
+
+    def is_slower(self, usual: Rates) -> bool:
+        """Whether anything takes so much longer than usual that it is no noise."""
+        return (
+            self.prompt_token > UNLIKE * usual.prompt_token
+            or self.encoder_run > UNLIKE * usual.encoder_run
+            or self.decoded_token > UNLIKE * usual.decoded_token
+            or self.processing > UNLIKE * usual.processing
+        )
 
 
 @dataclass(slots=True)
@@ -215,8 +226,9 @@ def engines_wanted(prices: Collection[float], target_wait: float) -> int:
 
 
 def _rates_of(engines: Sequence[EngineState]) -> dict[int, Rates]:
-    """Engine → its rates; those of the fastest for one that has measured little. What is measured
-    at the warm-up differs between equal engines, and one that gets no requests would keep it."""
+    """Engine → its rates; those of the fastest for one that has measured little, or not much
+    worse. What equal engines measure differs, at the warm-up and while they share cores, and one
+    that gets no requests would keep it."""
     measured = [engine.rates for engine in engines if engine.num_loads >= MIN_LOADS]
     listed = measured or [engine.rates for engine in engines]
     usual = Rates(
@@ -225,7 +237,10 @@ def _rates_of(engines: Sequence[EngineState]) -> dict[int, Rates]:
         min(rates.decoded_token for rates in listed),
         min(rates.processing for rates in listed),
     )
-    found = {e.number: e.rates if e.num_loads >= MIN_LOADS else usual for e in engines}
+    found = {
+        e.number: e.rates if e.num_loads >= MIN_LOADS and e.rates.is_slower(usual) else usual
+        for e in engines
+    }
     output = _least(engine.rates.tier_output for engine in engines)
     token = _least(engine.rates.tier_token for engine in engines)
     if output is None and token is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import json
 import socket
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -133,7 +134,20 @@ def large_picture() -> tuple[str, str]:
     return f"data:image/png;base64,{base64.b64encode(data).decode()}", f"lookonce:{digest.hex()}"
 
 
-async def test_an_engine_that_holds_a_picture_gets_its_name_alone() -> None:
+def whole(request: Received) -> Any:
+    """The JSON of a request with its attached pictures in it again."""
+    lengths = [int(n) for n in request.headers.get("x-lookonce-attached", "0").split(",")]
+    body = request.body
+    at = len(body) - sum(lengths)
+    text = body[:at]
+    for number, length in enumerate(lengths):
+        data = base64.b64encode(body[at : at + length])
+        text = text.replace(b"attached:%d" % number, b"data:image/png;base64," + data)
+        at += length
+    return json.loads(text)
+
+
+async def test_an_engine_gets_a_picture_as_bytes_or_where_it_holds_it_by_name() -> None:
     url, name = large_picture()
     content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "ü?"}]
     named = [{"type": "image_url", "image_url": {"url": name}}, content[1]]
@@ -149,7 +163,8 @@ async def test_an_engine_that_holds_a_picture_gets_its_name_alone() -> None:
         await served.client.post("/v1/responses", json=body)
         served.fleet.router.apply(state, [Gone(ITEM_TOPIC, [key])])
         await served.ask(content)
-        first, second, optioned, stored, last = (r.json for r in served.engines[0].received)
+        assert len(served.engines[0].received[0].body) < 77_200  # no base64
+        first, second, optioned, stored, last = map(whole, served.engines[0].received)
         for sent in (first, optioned, last):
             assert sent["messages"][0]["content"] == content
         assert stored["input"][0]["content"] == content
@@ -225,7 +240,7 @@ async def test_an_engine_that_does_not_know_the_name_gets_the_picture() -> None:
         served.fleet.router.apply(state, [Added(ITEM_TOPIC, [key])])
         response = await served.ask([{"type": "image_url", "image_url": {"url": url}}])
         assert response.json() == {"engine": "a"}
-        assert [len(r.body) > 100_000 for r in served.named("a").received] == [False, True]
+        assert [len(r.body) > 70_000 for r in served.named("a").received] == [False, True]
 
 
 async def test_an_engine_that_dies_before_its_answer_has_begun_is_replaced() -> None:
@@ -403,6 +418,61 @@ async def test_a_load_reaches_all_engines_that_take_adapters_and_is_known_when_i
         assert (refused.status_code, "8 adapters" in refused.text) == (400, True)
     async with serving(FakeEngine("fixed", answer=load)) as served:
         assert (await served.client.post("/v1/load_lora_adapter", json=body)).status_code == 403
+
+
+async def test_an_engine_that_starts_later_loads_what_was_loaded_before_it_gets_requests() -> None:
+    loaded = asyncio.Event()
+
+    async def load(engine: FakeEngine, request: Received, writer: asyncio.StreamWriter) -> None:
+        if "lora_adapter" not in request.target:
+            reply(writer, 200, {"engine": engine.name})
+            return
+        if engine.name == "later":
+            await loaded.wait()
+        if request.headers.get("authorization") != "Bearer one":
+            reply(writer, 403, {"error": {}})
+        elif request.target.endswith("unload_lora_adapter"):
+            engine.adapters.pop(request.json["lora_name"], None)
+            reply(writer, 200, {})
+        else:
+            content = "33" if engine.name == "other" else "22"
+            engine.adapters[request.json["lora_name"]] = content * 32
+            reply(writer, 200, {})
+
+    later, other = FakeEngine("later", answer=load), FakeEngine("other", answer=load)
+    body = {"lora_name": "letters", "lora_path": "letters"}
+    keys = {"api_key": ("a:none", "a:one:admin")}
+    headers = {"authorization": "Bearer one"}
+    async with (
+        serving(FakeEngine("a", answer=load), **keys) as served,
+        later,
+        other,
+    ):
+        served.client.headers.update(headers)
+
+        def start(*engines: FakeEngine) -> None:
+            told = [EngineAddress(e.name, e.model, e.address) for e in (*served.engines, *engines)]
+            served.fleet.update({each.name: each for each in told})
+
+        assert (await served.client.post("/v1/load_lora_adapter", json=body)).status_code == 200
+        start(later)
+        await served.until(lambda: later.received)
+        assert len(served.fleet.ready()) == 1
+        loaded.set()
+        await served.until(lambda: len(served.fleet.ready()) == 2)
+        assert later.adapters == served.engines[0].adapters
+        assert later.received[0].json == body | {"load_inplace": True}
+        start(later, other)
+        await served.until(lambda: len(served.fleet.ready()) == 3)
+        asked = [(await served.ask(str(n), model="letters")).json()["engine"] for n in range(9)]
+        assert "other" in {(await served.ask(str(n))).json()["engine"] for n in range(9)}
+        assert set(asked) <= {"a", "later"}
+        await served.client.post("/v1/unload_lora_adapter", json=body)
+        assert (await served.ask(model="letters")).status_code == 404
+        start()
+        start(later)
+        await served.until(lambda: len(served.fleet.ready()) == 2)
+        assert not later.adapters
 
 
 async def test_tenants_are_apart() -> None:

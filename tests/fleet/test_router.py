@@ -152,13 +152,20 @@ def test_pictures_in_a_body_are_replaced_by_their_names() -> None:
     content = [large, {"type": "text", "text": 'say "x"'}, small, picture(b"c" * 60_000), large]
     sent = json.dumps(chat(content)).encode().replace(b"/", rb"\/")
     _, found = identify_body(sent, "a", lambda _: PROCESSOR)
-    named = json.loads(body_with_names(sent, found.inline))
+    keys = {short(picture_key(byte * 60_000, "a")) for byte in (b"a", b"c")}
+    named, attached = body_with_names(sent, found.inline, keys)
+    assert not attached
     names = [
         f"lookonce:{media_hash(byte * 60_000, modality='image', fingerprint=b'fingerprint').hex()}"
         for byte in (b"a", b"c", b"a")
     ]
     parts = [{"type": "image_url", "image_url": {"url": name}} for name in names]
-    assert named == chat([parts[0], content[1], small, parts[1], parts[2]])
+    assert json.loads(named) == chat([parts[0], content[1], small, parts[1], parts[2]])
+    keys.remove(short(picture_key(b"a" * 60_000, "a")))
+    named, attached = body_with_names(sent, found.inline, keys)
+    behind = {"type": "image_url", "image_url": {"url": "attached:0"}}
+    assert json.loads(named) == chat([behind, content[1], small, parts[1], behind])
+    assert attached == (b"a" * 60_000,)
 
 
 def test_large_pictures_are_cut_out_of_a_body() -> None:
@@ -419,6 +426,19 @@ def test_what_a_warm_up_measured_does_not_keep_requests_from_an_idle_engine() ->
         router.apply(engine, [load(prompt_seconds=seconds, encode_seconds=seconds)])
     used = [router.route(str(n), identity(chat(f"{n}" * 99))).engine.name for n in range(6)]
     assert used.count("a") == used.count("b") == 3
+
+
+@pytest.mark.parametrize(("slower", "most"), [(1.8, 3), (4.0, 2)])
+def test_engines_that_measure_about_the_same_get_equally_much(slower: float, most: int) -> None:
+    fleet = Fleet("a", "b")
+    slow, fast = fleet.router.engines.values()
+    for engine, factor in ((slow, slower), (fast, 1.0)):
+        for n in range(1, 9):
+            told = load(prompt_tokens=1000 + 1000 * n, prompt_seconds=1.0 + factor * n)
+            fleet.router.apply(engine, [told])
+    used = [fleet.send(identity(chat(f"{n}" * 4000)))[1].engine for n in range(6)]
+    assert used.count(slow) <= most
+    assert (used.count(slow) == 3) == (slower < 2)
 
 
 def test_models_are_apart() -> None:

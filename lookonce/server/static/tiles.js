@@ -1,6 +1,7 @@
 // Live tiles: what each tier holds, how often it was asked, and how often it had the answer.
 
 import { bytes, count, element, milliseconds, plural } from "./dom.js";
+import { FleetTile, isFleet } from "./fleet.js";
 import { SLOTS, Spark } from "./spark.js";
 import { Change, Look } from "./stats.js";
 
@@ -167,6 +168,7 @@ export class Tiles {
     this.tiles = new Map();
     this.last = null;
     this.saved = null;
+    this.fleet = null;
     for (const spec of [MEDIA, ENCODER, PREFIX, LOOKED_AT, REQUESTS, TOKENS, FIRST_TOKEN, TOKEN_GAP]) this.add(spec);
   }
 
@@ -178,7 +180,11 @@ export class Tiles {
 
   /** `saved`: as `/savings` has it. */
   showSaved(saved) {
-    if (!this.saved) this.parent.prepend((this.saved = new SavedTile()).node);
+    if (!this.saved) {
+      this.saved = new SavedTile();
+      if (this.fleet) this.fleet.node.after(this.saved.node);
+      else this.parent.prepend(this.saved.node);
+    }
     this.saved.show(saved);
   }
 
@@ -187,6 +193,10 @@ export class Tiles {
     const look = new Look(samples, seconds);
     for (const tier of look.values("kv_tier_lookups_total", "tier")) {
       if (!this.tiles.has(`kv-${tier}`)) this.add(kvTier(tier), this.tiles.get("work").node);
+    }
+    if (isFleet(look)) {
+      if (!this.fleet) this.parent.prepend((this.fleet = new FleetTile()).node);
+      this.fleet.show(look);
     }
     // A look out of turn brings the figures up to date, but a bar stands for a second.
     const due = !this.last || seconds - this.last.seconds > LEAST_SECONDS;

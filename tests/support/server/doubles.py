@@ -78,6 +78,7 @@ class ByteRenderer:
     file is its name in brackets."""
 
     modalities: tuple[Modality, ...] = ("image", "audio")
+    fingerprint = bytes(16)
     speech = None
     transcribes_live = False
     max_audio_seconds = math.inf
