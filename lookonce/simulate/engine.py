@@ -310,7 +310,8 @@ class SimulatedEngine:
         self.num_requests += 1
         request, prices = served.request, self.prices
         sent = sum(medium.num_bytes for medium in request.media)
-        seconds = prices.of_request(request.prompt_tokens, sent) / (1.0 - self._streaming_share())
+        seconds = prices.of_request(request.prompt_tokens, len(request.media), sent)
+        seconds /= 1.0 - self._streaming_share()
         self._api.run(seconds, self._resolve, served)
 
     def _work(self, seconds: float, call: Callable[..., None], *arguments: Any) -> None:
@@ -322,10 +323,11 @@ class SimulatedEngine:
 
     def _streaming_share(self) -> float:
         """Of the API process's time that goes into tokens of the steps under way."""
-        rows = len(self._state.queues.decoding)
+        decoding = self._state.queues.decoding
+        rows = len(decoding)
         if not rows or not self._busy:
             return 0.0
-        step = self.prices.step + self.prices.decode_row * rows
+        step = self.prices.of_decodes(rows, sum(s.num_computed for s in decoding), 1)
         return min(MAX_SHARE, rows * self.prices.stream_token / step)
 
     def _resolve(self, served: Served) -> None:
@@ -424,7 +426,11 @@ class SimulatedEngine:
         self._step = plan, seconds
         self._version += 1
         self._note_streaming()
-        self._work(seconds, self._end_step, self._version)
+        if self._cores is None or not seconds:
+            self.clock.after(seconds, self._end_step, self._version)
+        else:
+            threads = self.prices.threads_of(plan)
+            self._cores.run(seconds, self._end_step, self._version, threads=threads)
 
     def _note_streaming(self) -> None:
         if self._cores is not None:

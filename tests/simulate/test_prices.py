@@ -62,3 +62,13 @@ def test_steps_that_only_decode_take_what_each_of_them_takes() -> None:
     ]
     context = sum(row.start + 1 for row in rows)
     assert PRICES.of_decodes(4, context, 7) == pytest.approx(sum(each))
+
+
+def test_a_step_keeps_as_many_cores_busy_as_its_parts_do_on_average() -> None:
+    prices = msgspec.structs.replace(PRICES, prompt_threads=2.0)
+    rows = (ScheduledSequence(0, 99, 1, sample=True), ScheduledSequence(1, 0, 20, sample=True))
+    prompt = 3e-4 + 20 * 5e-5 + 210 * 2e-8
+    decoding = 1e-3 + 2e-4 + 100 * 1e-7
+    plan = StepPlan(0, scheduled=rows)
+    assert prices.of_step(plan) == pytest.approx(decoding + prompt)
+    assert prices.threads_of(plan) == pytest.approx((decoding + 2 * prompt) / (decoding + prompt))

@@ -130,6 +130,32 @@ def test_jobs_have_equal_parts_of_the_cores(
         assert moment == pytest.approx(now)
 
 
+@pytest.mark.parametrize(("threads", "ends"), [(1.0, (2.0, 4.0)), (2.0, (3.0, 5.0))])
+def test_a_job_of_two_threads_has_two_cores_if_nobody_else_wants_them(
+    threads: float, ends: tuple[float, float]
+) -> None:
+    """On two cores; with a job of one thread beside it each thread has two thirds of one."""
+    clock = VirtualClock()
+    cores = Cores(clock, 2.0)
+    ended: list[float] = []
+    cores.run(2.0, lambda: ended.append(clock.now))
+    cores.run(4.0, lambda: ended.append(clock.now), threads=threads)
+    clock.run()
+    assert ended == pytest.approx(ends)
+
+
+def test_an_encoder_run_that_keeps_all_cores_busy_is_slowed_by_what_runs_beside_it() -> None:
+    """The API process works on a second request meanwhile."""
+    prices = msgspec.structs.replace(PRICES, cores=2.0, encode_threads=2.0)
+    requests = [asked(0.0, 64, 1, pictures=1), asked(4.25, 64, 1, name=2)]
+    first, _ = run(requests, prices=prices)
+    # From 4.25 on: 2.5 s of two threads, 1.64 s of one, beside 0.25 s of the API process.
+    threads = (2 * 2.5 + 1.64) / (2.5 + 1.64)
+    busy_for = 0.25 * (threads + 1.0) / 2.0
+    step = busy_for + (4.14 - 0.25)
+    assert first.first_token == pytest.approx(4.25 + step + 0.125)
+
+
 def test_a_picture_is_processed_and_encoded_once() -> None:
     first, second = run([asked(0.0, 100, 1, pictures=1), asked(50.0, 120, 1, name=2, pictures=1)])
     assert first.first_token == pytest.approx(0.25 + 4.0 + 1.0 + 1.0 + 2.5 + 0.125)
