@@ -60,6 +60,7 @@ class Asked:
     target_p99: float | None = None
     engine_cost: float = 1.0
     host_gb_cost: float = 0.005
+    processes: int = 1
     json_file: Path | None = None
     plot: Path | None = None
 
@@ -173,7 +174,10 @@ def specs_of(asked: Asked) -> list[FleetSpec]:
             ),
         )
         spec = FleetSpec(
-            engines=int(engines), router=router if engines > 1 else routers[0], engine=engine
+            engines=int(engines),
+            router=router if engines > 1 else routers[0],
+            engine=engine,
+            processes=min(asked.processes, int(engines)),
         )
         if spec not in found:  # one engine needs no router
             found.append(spec)

@@ -12,9 +12,11 @@ as many as nothing interrupts are one event.
 from __future__ import annotations
 
 import heapq
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
@@ -28,10 +30,12 @@ from lookonce.core.encoder_cache import EncoderCache
 from lookonce.core.request import Sequence as SchedulerSequence
 from lookonce.core.scheduler import Scheduler
 from lookonce.core.scheduler_state import SchedulerOutput, SchedulerState
-from lookonce.engine.process.cache_events import LOAD_SECONDS, Load, StepEvents
+from lookonce.engine.process.cache_events import LOAD_SECONDS, Load
 from lookonce.errors import RequestError
+from lookonce.fleet.subscriber import Change
 from lookonce.kv.connector import KVConnector
 from lookonce.simulate.cores import Cores, Job
+from lookonce.simulate.following import FollowedEvents
 from lookonce.simulate.prices import Prices
 from lookonce.simulate.tiers import (
     SimulatedChain,
@@ -81,10 +85,15 @@ class VirtualClock:
     def after(self, seconds: float, call: Callable[..., None], *arguments: Any) -> None:
         self.at(self.now + seconds, call, *arguments)
 
-    def run(self) -> None:
-        """Until no event is left."""
+    @property
+    def next_moment(self) -> float:
+        """Of the next event; infinite where there is none."""
+        return self._events[0][0] if self._events else math.inf
+
+    def run(self, until: float = math.inf) -> None:
+        """All events before `until`."""
         events = self._events
-        while events:
+        while events and events[0][0] < until:
             self.now, _, call, arguments = heapq.heappop(events)
             call(*arguments)
 
@@ -109,13 +118,10 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(slots=True)
 class Served:
-    """One request on its way; times are of the virtual clock."""
+    """One request at an engine; times are of the virtual clock."""
 
     request: TraceRequest
     number: int
-    arrival: float
-    route: Any = None
-    engine: SimulatedEngine | None = None
     first_token: float = -1.0
     ended: float = -1.0
     cached_tokens: int = 0
@@ -183,19 +189,19 @@ class SimulatedEngine:
 
     def __init__(
         self,
-        name: str,
+        number: int,
         spec: EngineSpec,
         prices: Prices,
         clock: VirtualClock,
         *,
         on_first: Callable[[Served], None],
         on_end: Callable[[Served], None],
-        publish: Callable[[SimulatedEngine, str, list[Any]], None] | None = None,
+        publish: Callable[[int, list[Change]], None] | None = None,
         shared_tiers: Sequence[SimulatedTier] = (),
         shared_outputs: Sequence[SimulatedTier] = (),
     ) -> None:
-        """`shared_tiers`, `shared_outputs`: those that other engines have, too."""
-        self.name = name
+        """`number` within the fleet; `shared_tiers`, `shared_outputs`: those that other engines
+        have, too."""
         self.spec = spec
         self.prices = prices
         self.clock = clock
@@ -240,16 +246,15 @@ class SimulatedEngine:
         self.directory = Directory(spec.processor_cache_bytes)
         self.totals = EngineTotals()
         self.load = Load()
-        self._events: StepEvents | None = None
+        self._events: FollowedEvents | None = None
         self._next_load = 0.0
         """When the load is told next, if there is anything to tell."""
         if publish is not None:
-            self._events = StepEvents(
-                lambda topic, changes: publish(self, topic, changes),
+            self._events = FollowedEvents(
+                partial(publish, number),
                 "kv-events",
                 self.scheduler.take_output_changes,
                 self.load,
-                needs_content=False,
             )
             self.scheduler.watch(self._events)
         self._served: dict[str, Served] = {}
@@ -306,7 +311,6 @@ class SimulatedEngine:
 
     def arrive(self, served: Served) -> None:
         """A request's last byte has come."""
-        served.engine = self
         self.num_requests += 1
         request, prices = served.request, self.prices
         sent = sum(medium.num_bytes for medium in request.media)
@@ -384,7 +388,7 @@ class SimulatedEngine:
             sampling=SamplingParams(
                 temperature=0.0, max_tokens=request.output_tokens, ignore_eos=True
             ),
-            arrival=served.arrival,
+            arrival=request.arrival,
             tenant=request.tenant,
         )
         if self._run is not None:

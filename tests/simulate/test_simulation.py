@@ -20,9 +20,9 @@ from lookonce.engine.process.grammar import GrammarCompiler
 from lookonce.engine.process_io import EngineSettings
 from lookonce.errors import ConfigError
 from lookonce.simulate.cores import Cores
-from lookonce.simulate.engine import EngineSpec, Served, VirtualClock
+from lookonce.simulate.engine import EngineSpec, VirtualClock
 from lookonce.simulate.prices import Prices
-from lookonce.simulate.simulation import ROUTERS, FleetSpec, Simulation, identity_of
+from lookonce.simulate.simulation import ROUTERS, FleetSpec, Sent, Simulation, identity_of
 from lookonce.simulate.trace import (
     GENERATORS,
     Shape,
@@ -72,10 +72,8 @@ def asked(
     return TraceRequest(arrival, prompt, output, blocks, 16, media)
 
 
-def run(
-    requests: list[TraceRequest], spec: FleetSpec = ONE, prices: Prices = PRICES
-) -> list[Served]:
-    ended: list[Served] = []
+def run(requests: list[TraceRequest], spec: FleetSpec = ONE, prices: Prices = PRICES) -> list[Sent]:
+    ended: list[Sent] = []
     simulation = Simulation(spec, prices, ended.append)
     simulation.run(requests)
     simulation.check_integrity()
@@ -259,7 +257,7 @@ def test_nothing_is_lost_however_requests_come(
 def test_the_price_router_sends_a_known_prompt_to_where_it_is_known() -> None:
     requests = [asked(10.0 * n, 512, 2, name=1 + n % 2) for n in range(12)]
     ended = run(requests, FleetSpec(engines=4))
-    places = {n: {s.engine.name for s in ended[n::2] if s.engine} for n in (0, 1)}
+    places = {n: {s.engine.name for s in ended[n::2]} for n in (0, 1)}
     assert len(places[0]) == len(places[1]) == 1
     assert sum(served.cached_tokens == 0 for served in ended) == 2
 
