@@ -15,8 +15,8 @@ import heapq
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
@@ -45,9 +45,16 @@ from lookonce.simulate.tiers import (
     SimulatedTransfers,
     own_tiers,
 )
-from lookonce.simulate.trace import TraceRequest, token_ids
+from lookonce.simulate.trace import TraceRequest, block_keys, token_ids
 from lookonce.types.kv import KVLoadPolicy, OutputLayout, TierSpec
-from lookonce.types.media import ITEM_OVERHEAD, Array, Expansion, MediaFeature, ProcessedItem
+from lookonce.types.media import (
+    ITEM_OVERHEAD,
+    Array,
+    Expansion,
+    MediaFeature,
+    Modality,
+    ProcessedItem,
+)
 from lookonce.types.model import ModelInfo
 from lookonce.types.request import GenerateRequest
 from lookonce.types.sampling import SamplingParams
@@ -64,6 +71,7 @@ LEAST_RUN = 2
 MAX_SHARE = 0.9
 """Of the API process's time that streaming takes, as far as it delays requests."""
 SCOPE = bytes(32)
+NO_TOKENS = np.zeros(0, np.int32)
 
 
 class VirtualClock:
@@ -114,6 +122,8 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     encoder_tiers: tuple[TierSpec, ...] = ()
     every_step: bool = False
     """No runs: each step is an event."""
+    with_tokens: bool = False
+    """No keys of blocks from the trace: prompts have tokens, which the scheduler hashes."""
 
 
 @dataclass(slots=True)
@@ -129,7 +139,8 @@ class Served:
     encoder_runs: int = 0
     processed: int = 0
     failed: str = ""
-    tokens: NDArray[np.int32] | None = None
+    tokens: NDArray[np.int32] = field(default_factory=lambda: NO_TOKENS)
+    """Of prompt and answer, where the scheduler hashes them."""
     waits_for: int = 0
     """Media items that are being processed for it."""
 
@@ -373,21 +384,22 @@ class SimulatedEngine:
         request = served.request
         for key in pinned:
             self.directory.unpin(key)
-        served.tokens = token_ids(request)
-        prompt = served.tokens[: request.prompt_tokens]
         features = tuple(
-            MediaFeature(m.key, m.modality, m.offset, m.length, m.length) for m in request.media
+            [MediaFeature(m.key, m.modality, m.offset, m.length, m.length) for m in request.media]
         )
-        items = {m.key: ProcessedItem(m.modality, {}, _expansion(m.length)) for m in request.media}
+        items = {m.key: _item(m.modality, m.length) for m in request.media}
         request_id = f"0-{served.number}-{served.number}"
+        if self.spec.with_tokens:
+            served.tokens = token_ids(request)
+            prompt = served.tokens[: request.prompt_tokens].data
+        else:
+            prompt = memoryview(bytes(4 * request.prompt_tokens))
         generate = GenerateRequest(
             request_id=request_id,
             scope=SCOPE,
-            prompt=Array("int32", prompt.shape, prompt.data),
+            prompt=Array("int32", (request.prompt_tokens,), prompt),
             features=features,
-            sampling=SamplingParams(
-                temperature=0.0, max_tokens=request.output_tokens, ignore_eos=True
-            ),
+            sampling=_sampling(request.output_tokens),
             arrival=request.arrival,
             tenant=request.tenant,
         )
@@ -400,7 +412,15 @@ class SimulatedEngine:
             del self._served[request_id]
             self._end(served, error.message)
             return
+        if not self.spec.with_tokens:
+            self._tell_keys(request_id, request)
         self.wake()
+
+    def _tell_keys(self, request_id: str, request: TraceRequest) -> None:
+        """Let the scheduler know the request's blocks by keys that the trace gives."""
+        added = self._state.queues.requests.get(request_id)
+        if added is not None:
+            added.sequences[0].block_hashes = block_keys(request, self.prices.block_size)
 
     def wake(self) -> None:
         """There may be something for the next step."""
@@ -515,10 +535,10 @@ class SimulatedEngine:
         self.load.decode_seconds += seconds
 
     def _next_tokens(self, sequence: SchedulerSequence, count: int) -> NDArray[np.int32]:
-        tokens = self._served[sequence.request.request_id].tokens
-        assert tokens is not None
+        if not self.spec.with_tokens:
+            return np.zeros(count, np.int32)
         at = len(sequence.tokens)
-        return tokens[at : at + count]
+        return self._served[sequence.request.request_id].tokens[at : at + count]
 
     def _result(self, plan: StepPlan) -> StepResult:
         """What the model would have given: the tokens that the trace has."""
@@ -528,7 +548,7 @@ class SimulatedEngine:
             if entry.sample:
                 sequence = sequences.get(entry.seq_id)
                 token = PLACEHOLDER
-                if sequence is not None:
+                if sequence is not None and self.spec.with_tokens:
                     token = int(self._next_tokens(sequence, 1)[0])
                 sampled.append(token)
         seconds: dict[bytes, float] = {}
@@ -558,7 +578,7 @@ class SimulatedEngine:
     def _end(self, served: Served, failed: str) -> None:
         served.ended = self.clock.now + self.prices.first_token
         served.failed = failed
-        served.tokens = None
+        served.tokens = NO_TOKENS
         self.num_requests -= 1
         self._on_end(served)
 
@@ -579,5 +599,17 @@ class SimulatedEngine:
             assert self._state.block_pool.num_free == self._state.block_pool.num_blocks
 
 
+@lru_cache(maxsize=4096)
 def _expansion(length: int) -> Expansion:
     return Expansion(((PLACEHOLDER, length),), PLACEHOLDER)
+
+
+@lru_cache(maxsize=4096)
+def _item(modality: Modality, length: int) -> ProcessedItem:
+    """A processed item without arrays, which nothing changes."""
+    return ProcessedItem(modality, {}, _expansion(length))
+
+
+@lru_cache(maxsize=4096)
+def _sampling(max_tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)

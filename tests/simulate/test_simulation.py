@@ -233,6 +233,24 @@ def test_runs_of_steps_equal_single_steps(name: str, gigabytes: float) -> None:
         assert (one.cached_tokens, one.failed) == (other.cached_tokens, other.failed)
 
 
+@pytest.mark.parametrize("name", GENERATORS)
+@pytest.mark.parametrize(("gigabytes", "block_size"), [(0.1, 16), (0.0015, 16), (0.1, 24)])
+def test_keys_of_a_trace_are_as_good_as_hashes_of_tokens(
+    name: str, gigabytes: float, block_size: int
+) -> None:
+    prices = Prices(block_size=block_size)
+    engine = EngineSpec(kv_cache_bytes=int(gigabytes * (1 << 30)))
+    hashing = msgspec.structs.replace(engine, with_tokens=True)
+    requests = list(GENERATORS[name](SHAPE))
+    for engines in (1, 3):
+        by_keys = run(requests, FleetSpec(engines=engines, engine=engine), prices)
+        by_hashes = run(requests, FleetSpec(engines=engines, engine=hashing), prices)
+        for one, other in zip(by_keys, by_hashes, strict=True):
+            assert one.engine.name == other.engine.name
+            assert (one.first_token, one.ended) == (other.first_token, other.ended)
+            assert (one.cached_tokens, one.failed) == (other.cached_tokens, other.failed)
+
+
 @settings(max_examples=25)
 @given(
     st.lists(
