@@ -34,6 +34,7 @@ from benchmarks.report import Report, machine, median, publish
 from benchmarks.running_server import RunningServer, running_server, set_environment
 from lookonce.config import NANO_FOLDER
 from lookonce.model.loader import LoadedModel
+from lookonce.model.native.decoder import MAX_TOKENS
 from lookonce.render.media.pool import share_of_workers
 from lookonce.simulate.prices import STEP_PRICES, Prices, TierPrices, amounts_of, fit
 from lookonce.types.kv import TierSpec
@@ -47,7 +48,9 @@ REPEATS = 3
 TIER_LENGTHS, TIER_LOADS, TIER_BYTES = (100, 1500), 12, 256 << 20
 ASKED = 30
 """Requests of each kind to the server."""
-RATE = 6.0
+SHORT_PROMPT = MAX_TOKENS
+"""Tokens of a step that the native decoder computes; longer ones are computed in another way."""
+RATE = 8.0
 """Requests a second, at random times, of which none waits for another: where one follows the other
 at once, as nobody asks, caches are warm and cores awake."""
 DECODED = 129
@@ -141,7 +144,7 @@ def measure_steps(loaded: LoadedModel) -> tuple[list[Step], Prices]:
                 seconds = time.perf_counter() - began
                 plan = watchers[-1].take_plan()
                 if keep and plan is not None and (plan.scheduled or plan.encode):
-                    steps.append(Step(amounts_of(plan), seconds))
+                    steps.append(Step(amounts_of(plan, SHORT_PROMPT), seconds))
 
         numbers = itertools.count()
         for repeat in range(REPEATS + 1):
@@ -162,6 +165,7 @@ def measure_steps(loaded: LoadedModel) -> tuple[list[Step], Prices]:
         kv_token_bytes=layout.block_bytes // layout.block_size,
         encoder_row_bytes=info.encoder_row_bytes,
         block_size=layout.block_size,
+        short_prompt=SHORT_PROMPT,
         max_model_len=info.max_model_len,
     )
     return steps, sizes
@@ -236,6 +240,13 @@ class Asked:
     @property
     def new_tokens(self) -> float:
         return self.prompt_tokens - self.cached_tokens
+
+    @property
+    def chunk(self) -> tuple[float, float, float]:
+        """What `prompt_token`, `long_prompt_row` and `long_prompt_token` are multiplied with."""
+        if self.new_tokens > SHORT_PROMPT:
+            return 0.0, 1.0, self.new_tokens
+        return self.new_tokens, 0.0, 0.0
 
     @property
     def pairs(self) -> float:
@@ -348,8 +359,8 @@ def ask_kinds(server: RunningServer) -> Kinds:
     return Kinds(
         known=(
             kind(lambda n: body(f"{n}: is it red?", 2)),
-            *(text(length) for length in (50, 120, 300)),
-            *(continued(tail) for tail in (1, 40)),
+            *(text(length) for length in (14, 30, 60, 120, 300)),
+            *(continued(tail) for tail in (1, 25, 60)),
             *(pictures(size, known=True) for size in SIZES),
         ),
         new={size: pictures(size, known=False) for size in SIZES},
@@ -366,12 +377,13 @@ def request_prices(kinds: Kinds, prices: Prices) -> tuple[Prices, Report]:
 
     def amounts(asked: Asked) -> tuple[float, ...]:
         told = asked.prompt_tokens, float(asked.num_items), asked.item_bytes
-        return 1.0, *told, asked.new_tokens, asked.pairs
+        return 1.0, *told, *asked.chunk, asked.pairs
 
     rows = np.array([amounts(asked) for asked in kinds.known])
     seconds = np.array([asked.first_token for asked in kinds.known])
     found = fit(rows, seconds)
-    fixed, request_token, request_item, request_byte, prompt_token, prompt_pair = map(float, found)
+    fixed, request_token, request_item, request_byte = map(float, found[:4])
+    prompt_token, long_row, long_token, prompt_pair = map(float, found[4:])
     row = min(prices.prompt_row, max(0.0, fixed - request - prices.step))
     encoding = prices.encode_step + prices.encode_item
     small, large = (
@@ -379,8 +391,8 @@ def request_prices(kinds: Kinds, prices: Prices) -> tuple[Prices, Report]:
         for size in SIZES
     )
     pixel = max(0.0, (large - small) / (SIZES["1024"] - SIZES["512"]))
-    short, long = kinds.known[0], kinds.known[3]
-    picture, plain = kinds.new["512"], kinds.known[1]
+    short, long = kinds.known[0], kinds.known[5]
+    picture, plain = kinds.new["512"], kinds.known[3]
     threads = _threads(long.engine_cpu - short.engine_cpu, long.first_token - short.first_token)
     prices = msgspec.structs.replace(
         prices,
@@ -394,6 +406,8 @@ def request_prices(kinds: Kinds, prices: Prices) -> tuple[Prices, Report]:
         prompt_row=row,
         prompt_token=prompt_token,
         prompt_pair=prompt_pair,
+        long_prompt_row=row + long_row,
+        long_prompt_token=long_token,
         process_item=max(0.0, small - pixel * SIZES["512"]),
         process_pixel=pixel,
         prompt_threads=threads,

@@ -5,6 +5,7 @@
     step
     + each sequence that decodes:   decode_row + decode_context x tokens before it
     + each chunk of a prompt:       prompt_row + prompt_token x tokens + prompt_pair x pairs
+      with over `short_prompt` tokens, instead: long_prompt_row, long_prompt_token
     + where the encoder runs:       encode_step + encode_item x items + encode_token x tokens
 
 A pair is a token of the chunk and one that it attends to.
@@ -43,6 +44,11 @@ class Prices(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     prompt_row: float = 0.0
     prompt_token: float = 1e-4
     prompt_pair: float = 0.0
+    short_prompt: int = 0
+    """Tokens of a chunk that is computed as decodes are; longer ones have prices of their own. 0:
+    all have one price."""
+    long_prompt_row: float = 0.0
+    long_prompt_token: float = 0.0
     encode_step: float = 0.0
     encode_item: float = 5e-3
     encode_token: float = 0.0
@@ -105,7 +111,11 @@ class Prices(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                 decoding += self.decode_row + self.decode_context * (entry.start + 1)
             else:
                 pairs = count * (entry.start + (count + 1) / 2)
-                prompts += self.prompt_row + self.prompt_token * count + self.prompt_pair * pairs
+                prompts += self.prompt_pair * pairs
+                if self.short_prompt and count > self.short_prompt:
+                    prompts += self.long_prompt_row + self.long_prompt_token * count
+                else:
+                    prompts += self.prompt_row + self.prompt_token * count
         if plan.encode:
             encoding = self.encode_step + sum(
                 self.of_encoding(e.item.expansion.num_embeds) for e in plan.encode
@@ -140,17 +150,20 @@ STEP_PRICES = (
     "prompt_row",
     "prompt_token",
     "prompt_pair",
+    "long_prompt_row",
+    "long_prompt_token",
     "encode_step",
     "encode_item",
 )
 """What `of_step` multiplies with amounts."""
 
 
-def amounts_of(plan: StepPlan) -> tuple[float, ...]:
+def amounts_of(plan: StepPlan, short_prompt: int) -> tuple[float, ...]:
     """What `Prices.of_step` multiplies prices with, in the order of `STEP_PRICES`."""
     names = msgspec.structs.asdict(Prices())
     nothing = msgspec.structs.replace(
-        Prices(), **{name: 0.0 for name in names if isinstance(names[name], float)}
+        Prices(short_prompt=short_prompt),
+        **{name: 0.0 for name in names if isinstance(names[name], float)},
     )
     return tuple(
         msgspec.structs.replace(nothing, **{name: 1.0}).of_step(plan) for name in STEP_PRICES

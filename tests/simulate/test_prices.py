@@ -16,6 +16,9 @@ PRICES = Prices(
     prompt_row=3e-4,
     prompt_token=5e-5,
     prompt_pair=2e-8,
+    short_prompt=64,
+    long_prompt_row=4e-3,
+    long_prompt_token=3e-5,
     encode_step=0.0,
     encode_item=0.0,
 )
@@ -38,7 +41,7 @@ def steps(count: int) -> list[StepPlan]:
 
 def test_prices_are_found_again_from_what_steps_took() -> None:
     plans = steps(90)
-    amounts = np.array([amounts_of(plan) for plan in plans])
+    amounts = np.array([amounts_of(plan, PRICES.short_prompt) for plan in plans])
     seconds = np.array([PRICES.of_step(plan) for plan in plans])
     found = fit(amounts, seconds)
     wanted = [msgspec.structs.asdict(PRICES)[name] for name in STEP_PRICES]
