@@ -21,7 +21,7 @@ from lookonce.simulate.engine import EngineSpec
 from lookonce.simulate.plots import write_plots
 from lookonce.simulate.prices import NANO_PRICES, read_prices
 from lookonce.simulate.recommendation import Costs, cost_of, name_of, recommend
-from lookonce.simulate.simulation import ROUTERS, FleetSpec, Outcome, Simulation
+from lookonce.simulate.simulation import ROUTERS, FleetSpec, Outcome, Simulation, check_spec
 from lookonce.simulate.trace import GENERATORS, Shape, TraceRequest, read_trace
 from lookonce.types.kv import parse_tier_spec
 
@@ -72,7 +72,10 @@ def run_simulate(asked: Asked) -> int:
         prices = msgspec.structs.replace(prices, block_size=asked.block_size)
     requests = requests_of(asked)
     outcomes = []
-    for spec in specs_of(asked):
+    specs = specs_of(asked)
+    for spec in specs:
+        check_spec(spec, prices)  # before any of them takes its time
+    for spec in specs:
         began = time.perf_counter()
         outcome = Simulation(spec, prices).run(requests(spec))
         outcomes.append((outcome, time.perf_counter() - began))

@@ -50,7 +50,7 @@ MODEL = "simulated"
 CHARS_PER_TOKEN = 4
 RING_POINTS = 64
 """Of each engine, for consistent hashing."""
-FRONT_END_SHARE = 0.3
+FRONT_END_SHARE = 0.36
 """Of a simulation's work: traces and routing, which the first process does."""
 MOST_COMPARED = 64
 """Engines of which the router compares all."""
@@ -404,13 +404,9 @@ class Simulation:
         prices: Prices,
         on_end: Callable[[Sent], None] = lambda sent: None,
     ) -> None:
-        """Raises `ConfigError` for a router that there is not, and for more than one process where
-        engines share a tier, or the front-end learns of first tokens at once."""
-        if spec.router not in ROUTERS:
-            raise ConfigError(f"there is no router {spec.router!r}; there are {', '.join(ROUTERS)}")
+        """Raises `ConfigError` as `check_spec` does."""
+        check_spec(spec, prices)
         self.spec, self.prices = spec, prices
-        if spec.processes > 1:
-            _check_processes(spec, prices)
         self.clock = VirtualClock()
         self._told = on_end
         self.router: FleetRouter = ROUTERS[spec.router](self.clock, spec.seed)
@@ -588,7 +584,13 @@ def shares(engines: int, processes: int) -> list[list[int]]:
     return [list(range(of_first)), *others]
 
 
-def _check_processes(spec: FleetSpec, prices: Prices) -> None:
+def check_spec(spec: FleetSpec, prices: Prices) -> None:
+    """Raises `ConfigError` for a router that there is not, and for more than one process where
+    engines share a tier, or the front-end learns of first tokens at once."""
+    if spec.router not in ROUTERS:
+        raise ConfigError(f"there is no router {spec.router!r}; there are {', '.join(ROUTERS)}")
+    if spec.processes == 1:
+        return
     tiers = (*spec.engine.kv_tiers, *spec.engine.encoder_tiers)
     shared = next((tier for tier in tiers if tier.kind in SHARED), None)
     if shared is not None:
