@@ -4,9 +4,11 @@
 steps     the engine without a server: decodes side by side, prompts in chunks, cached or not;
           seconds by a least-squares fit without negative prices
 tiers     prompts of two lengths that come back from host memory and from a disk
-requests  a server that is asked one thing after another, with pauses: what its first tokens take
-          beyond the step, the CPU time of its API process for a request and for each token that it
-          streams, what a new picture takes beyond its encoder run, and that run
+decodes   a server's answers, one and eight at a time, after short and long prompts
+requests  a server that is asked one thing after another, with pauses: first tokens by the prompt's
+          length, what of it is new, and pictures that are known, by a fit; the CPU time of its API
+          process for a request and for each token that it streams; what a new picture takes beyond
+          that and its encoder run, and that run
 """
 
 from __future__ import annotations
@@ -26,12 +28,13 @@ import msgspec
 import numpy as np
 
 from benchmarks.bench_engine import BenchEngine, load_bench_model, prompt_with_pictures
-from benchmarks.load_generator import Arrivals, run_load
+from benchmarks.load_generator import Arrivals, RequestOutcome, run_load
 from benchmarks.pictures import data_url, distinct_pictures
 from benchmarks.report import Report, machine, median, publish
 from benchmarks.running_server import RunningServer, running_server, set_environment
 from lookonce.config import NANO_FOLDER
 from lookonce.model.loader import LoadedModel
+from lookonce.model.native.decoder import MAX_TOKENS
 from lookonce.render.media.pool import share_of_workers
 from lookonce.simulate.prices import STEP_PRICES, Prices, TierPrices, amounts_of, fit
 from lookonce.types.kv import TierSpec
@@ -45,11 +48,16 @@ REPEATS = 3
 TIER_LENGTHS, TIER_LOADS, TIER_BYTES = (100, 1500), 12, 256 << 20
 ASKED = 30
 """Requests of each kind to the server."""
-RATE = 6.0
+SHORT_PROMPT = MAX_TOKENS
+"""Tokens of a step that the native decoder computes; longer ones are computed in another way."""
+RATE = 8.0
 """Requests a second, at random times, of which none waits for another: where one follows the other
 at once, as nobody asks, caches are warm and cores awake."""
-DECODED_CONTEXT = 70
-"""Tokens before one that is decoded in `with_server_steps`, about."""
+DECODED = 129
+"""Tokens of an answer whose decode steps are measured: prompts beside it are few of its steps."""
+ANSWERED = 66
+"""Tokens of an answer that tells what streaming takes."""
+WORDS = ("circle", "square", "red", "blue", "left", "right", "above", "small", "large")
 SIZES = {"512": 512 * 512, "1024": 1024 * 1024}
 
 
@@ -136,7 +144,7 @@ def measure_steps(loaded: LoadedModel) -> tuple[list[Step], Prices]:
                 seconds = time.perf_counter() - began
                 plan = watchers[-1].take_plan()
                 if keep and plan is not None and (plan.scheduled or plan.encode):
-                    steps.append(Step(amounts_of(plan), seconds))
+                    steps.append(Step(amounts_of(plan, SHORT_PROMPT), seconds))
 
         numbers = itertools.count()
         for repeat in range(REPEATS + 1):
@@ -157,6 +165,7 @@ def measure_steps(loaded: LoadedModel) -> tuple[list[Step], Prices]:
         kv_token_bytes=layout.block_bytes // layout.block_size,
         encoder_row_bytes=info.encoder_row_bytes,
         block_size=layout.block_size,
+        short_prompt=SHORT_PROMPT,
         max_model_len=info.max_model_len,
     )
     return steps, sizes
@@ -220,22 +229,62 @@ class Asked:
     """Median, seconds."""
     api_cpu: float
     """Seconds of the API process for each request."""
+    engine_cpu: float
+    """Seconds of the engine process for each request."""
     prompt_tokens: float
     cached_tokens: float
+    num_items: int = 0
+    item_bytes: float = 0.0
+    """Of all its media, encoded."""
+
+    @property
+    def new_tokens(self) -> float:
+        return self.prompt_tokens - self.cached_tokens
+
+    @property
+    def chunk(self) -> tuple[float, float, float]:
+        """What `prompt_token`, `long_prompt_row` and `long_prompt_token` are multiplied with."""
+        if self.new_tokens > SHORT_PROMPT:
+            return 0.0, 1.0, self.new_tokens
+        return self.new_tokens, 0.0, 0.0
+
+    @property
+    def pairs(self) -> float:
+        """Of a token that is computed and one that it attends to."""
+        return self.new_tokens * (self.cached_tokens + (self.new_tokens + 1) / 2)
 
 
-def ask(server: RunningServer, warm_up: Sequence[bytes], bodies: Sequence[bytes]) -> Asked:
+def ask(
+    server: RunningServer,
+    warm_up: Sequence[bytes],
+    bodies: Sequence[bytes],
+    num_items: int = 0,
+    item_bytes: float = 0.0,
+) -> Asked:
     run_load(server.url, [], warm_up, Arrivals(concurrency=1))
-    before = server.cpu_seconds()[0]
+    before = server.cpu_seconds()
     result = run_load(server.url, [], bodies, Arrivals(concurrency=1, rate=RATE))
-    cpu = server.cpu_seconds()[0] - before
-    times = [each.first_text for each in result.answered]
+    after = server.cpu_seconds()
+    alone = alone_at_the_server(result.answered)
     return Asked(
-        median(times),
-        cpu / len(bodies),
-        median([float(each.prompt_tokens) for each in result.answered]),
-        median([float(each.cached_tokens) for each in result.answered]),
+        median([each.first_text for each in alone]),
+        (after[0] - before[0]) / len(bodies),
+        (after[2] - before[2]) / len(bodies),
+        median([float(each.prompt_tokens) for each in alone]),
+        median([float(each.cached_tokens) for each in alone]),
+        num_items,
+        item_bytes,
     )
+
+
+def alone_at_the_server(answered: Sequence[RequestOutcome]) -> list[RequestOutcome]:
+    """Those that were due after the one before had ended: the others waited for it."""
+    ended, found = 0.0, []
+    for each in sorted(answered, key=lambda outcome: outcome.asked):
+        if each.asked >= ended:
+            found.append(each)
+        ended = max(ended, each.ended)
+    return found
 
 
 def encoding_seconds(server: RunningServer) -> float:
@@ -253,80 +302,134 @@ def encoding_seconds(server: RunningServer) -> float:
     return median(found)
 
 
-def with_server_steps(server: RunningServer, prices: Prices) -> Prices:
+def decode_prices(server: RunningServer, prices: Prices) -> Prices:
     """`prices` with those of decodes as a server's clients see them: between two steps it sends
     tokens, and the model finds the CPU's caches cold."""
-    times = {}
-    for rows in (1, 8):
-        bodies = [body(f"{rows} {n}, which one?", 33) for n in range(8 + 2 * rows)]
+    amounts, seconds = [], []
+    for rows, length in ((1, 1), (1, 300), (8, 1), (8, 300)):
+        bodies = [body(f"{rows} {n}, {words(length)}?", DECODED) for n in range(8 + 2 * rows)]
         arrivals = Arrivals(concurrency=rows, rate=RATE if rows == 1 else None)
-        result = run_load(server.url, [], bodies, arrivals)
-        times[rows] = median([each.per_token for each in result.answered if each.per_token])
-    context = prices.decode_context * DECODED_CONTEXT
-    row = max(0.0, (times[8] - times[1]) / 7 - context)
-    step = max(1e-5, times[1] - row - context)
-    return msgspec.structs.replace(prices, step=step, decode_row=row)
-
-
-def request_prices(server: RunningServer, prices: Prices) -> Prices:
-    """`prices` with those of requests and pictures."""
-    words = " ".join(["circle square red blue left"] * 60)
-
-    def step_of(asked: Asked, pictures: int = 0) -> float:
-        new = asked.prompt_tokens - asked.cached_tokens
-        pairs = new * (asked.cached_tokens + (new + 1) / 2)
-        seconds = prices.step + prices.prompt_row + prices.prompt_token * new
-        seconds += prices.prompt_pair * pairs
-        return seconds + pictures * (prices.encode_step + prices.encode_item)
-
-    def kind(make: Callable[[int], bytes]) -> Asked:
-        return ask(server, [make(n) for n in range(8)], [make(n) for n in range(8, 8 + ASKED)])
-
-    prices = msgspec.structs.replace(prices, encode_item=encoding_seconds(server))
-    short = kind(lambda n: body(f"{n}: is it red?", 2))
-    answer = kind(lambda n: body(f"{n}; is it red?", 66))
-    long = kind(lambda n: body(f"{n}: {words}", 2))
-    pictures = {
-        size: [data_url(each) for each in distinct_pictures(ASKED + 9, size, "JPEG", first=10)]
-        for size in SIZES
-    }
-    prices = with_server_steps(server, prices)
-    known = kind(lambda n: body(about(pictures["512"][0], f"{n}, is it red?"), 2))
-    new = {
-        size: kind(lambda n, urls=urls: body(about(urls[n + 1], "is it red?"), 2))  # type: ignore[misc]
-        for size, urls in pictures.items()
-    }
-    stream = max(0.0, (answer.api_cpu - short.api_cpu) / 64)
-    at_once = max(0.0, short.api_cpu - 2 * stream)
-    request, end = 0.75 * at_once, 0.25 * at_once
-    first_token = max(1e-5, short.first_token - request - step_of(short))
-    long_rest = long.first_token - first_token - request - step_of(long)
-    token = max(0.0, long_rest / (long.prompt_tokens - short.prompt_tokens))
-    known_bytes = len(pictures["512"][0]) * 3 // 4
-    known_rest = known.first_token - first_token - request - step_of(known)
-    known_rest -= token * known.prompt_tokens
-    rests = {}
-    for size, asked in new.items():
-        rest = asked.first_token - first_token - request - step_of(asked, pictures=1)
-        sent = median([float(len(url)) for url in pictures[size]]) * 3 / 4
-        rests[size] = rest - token * asked.prompt_tokens - max(0.0, known_rest) * sent / known_bytes
-    small, large = rests["512"], rests["1024"]
-    pixel = max(0.0, (large - small) / (SIZES["1024"] - SIZES["512"]))
+        answered = run_load(server.url, [], bodies, arrivals).answered
+        prompt = median([float(each.prompt_tokens) for each in answered])
+        amounts.append((1.0, float(rows), rows * (prompt + DECODED / 2)))
+        seconds.append(median([each.per_token for each in answered if each.per_token]))
+    step, row, context = map(float, fit(np.array(amounts), np.array(seconds)))
     return msgspec.structs.replace(
+        prices, step=max(1e-5, step), decode_row=row, decode_context=context
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Kinds:
+    """What requests of several kinds took at a server."""
+
+    known: tuple[Asked, ...]
+    """Without new media: prompts of several lengths, all new or mostly known, with and without
+    pictures that are known."""
+    new: dict[str, Asked]
+    """With a new picture each, by its size."""
+    answer: Asked
+    """As the first of `known`, with an answer of `ANSWERED` tokens instead of 2."""
+
+
+def words(count: int, first: int = 0) -> str:
+    return " ".join(WORDS[(first + n) * 7 % len(WORDS)] for n in range(count))
+
+
+def ask_kinds(server: RunningServer) -> Kinds:
+    def kind(make: Callable[[int], bytes], num_items: int = 0, item_bytes: float = 0.0) -> Asked:
+        warm_up, asked = [make(n) for n in range(8)], [make(n) for n in range(8, 8 + ASKED)]
+        return ask(server, warm_up, asked, num_items, item_bytes)
+
+    def text(length: int) -> Asked:
+        return kind(lambda n: body(f"{n}: {words(length, n)}", 2))
+
+    def continued(tail: int) -> Asked:
+        return kind(lambda n: body(f"{words(300)} {n}: {words(tail, n)}", 2))
+
+    def pictures(size: str, known: bool) -> Asked:
+        made = distinct_pictures(ASKED + 9, size, "JPEG", first=10)
+        urls = [data_url(each) for each in made]
+        num_bytes = median([float(len(each)) for each in made])
+        if known:  # whose tokens are in the prefix cache, as in a conversation's next turn
+            asked = words(60)
+            return kind(lambda n: body(about(urls[0], f"{asked}? {n}!"), 2), 1, num_bytes)
+        return kind(lambda n: body(about(urls[n + 1], "is it red?"), 2), 1, num_bytes)
+
+    return Kinds(
+        known=(
+            kind(lambda n: body(f"{n}: is it red?", 2)),
+            *(text(length) for length in (14, 30, 60, 120, 300)),
+            *(continued(tail) for tail in (1, 25, 60)),
+            *(pictures(size, known=True) for size in SIZES),
+        ),
+        new={size: pictures(size, known=False) for size in SIZES},
+        answer=kind(lambda n: body(f"{n}; is it red?", ANSWERED)),
+    )
+
+
+def request_prices(kinds: Kinds, prices: Prices) -> tuple[Prices, Report]:
+    """`prices` with those of requests, prompts and pictures, as a server's clients see them; and
+    what first tokens of each kind took beside what they should by these."""
+    stream = max(0.0, (kinds.answer.api_cpu - kinds.known[0].api_cpu) / (ANSWERED - 2))
+    at_once = max(0.0, kinds.known[0].api_cpu - 2 * stream)
+    request, end = 0.75 * at_once, 0.25 * at_once
+
+    def amounts(asked: Asked) -> tuple[float, ...]:
+        told = asked.prompt_tokens, float(asked.num_items), asked.item_bytes
+        return 1.0, *told, *asked.chunk, asked.pairs
+
+    rows = np.array([amounts(asked) for asked in kinds.known])
+    seconds = np.array([asked.first_token for asked in kinds.known])
+    found = fit(rows, seconds)
+    fixed, request_token, request_item, request_byte = map(float, found[:4])
+    prompt_token, long_row, long_token, prompt_pair = map(float, found[4:])
+    row = min(prices.prompt_row, max(0.0, fixed - request - prices.step))
+    encoding = prices.encode_step + prices.encode_item
+    small, large = (
+        kinds.new[size].first_token - float(np.dot(amounts(kinds.new[size]), found)) - encoding
+        for size in SIZES
+    )
+    pixel = max(0.0, (large - small) / (SIZES["1024"] - SIZES["512"]))
+    short, long = kinds.known[0], kinds.known[5]
+    picture, plain = kinds.new["512"], kinds.known[3]
+    threads = _threads(long.engine_cpu - short.engine_cpu, long.first_token - short.first_token)
+    prices = msgspec.structs.replace(
         prices,
         request=request,
         end=end,
         stream_token=stream,
-        first_token=first_token,
-        request_token=token,
-        request_byte=max(0.0, known_rest) / known_bytes,
+        first_token=max(1e-5, fixed - request - prices.step - row),
+        request_token=request_token,
+        request_item=request_item,
+        request_byte=request_byte,
+        prompt_row=row,
+        prompt_token=prompt_token,
+        prompt_pair=prompt_pair,
+        long_prompt_row=row + long_row,
+        long_prompt_token=long_token,
         process_item=max(0.0, small - pixel * SIZES["512"]),
         process_pixel=pixel,
+        prompt_threads=threads,
+        encode_threads=_threads(picture.engine_cpu - plain.engine_cpu, encoding),
     )
+    report = Report(
+        "prices, kinds of requests",
+        ("prompt tokens", "new ones", "pictures", "first token ms", "by prices ms"),
+    )
+    for asked, priced in zip(kinds.known, rows @ found, strict=True):
+        told = asked.prompt_tokens, asked.new_tokens, asked.num_items
+        report.add(*told, 1e3 * asked.first_token, 1e3 * float(priced))
+    return prices, report
 
 
-def measure(folder: str, server: RunningServer) -> tuple[Prices, Report]:
-    """The price list of the model in `folder`, which `server` serves, and a table of it."""
+def _threads(cpu_seconds: float, seconds: float) -> float:
+    """Cores that were busy, at least one and no more than there are."""
+    return min(float(len(os.sched_getaffinity(0))), max(1.0, cpu_seconds / max(seconds, 1e-9)))
+
+
+def measure(folder: str, server: RunningServer) -> tuple[Prices, list[Report]]:
+    """The price list of the model in `folder`, which `server` serves, and tables of it."""
     loaded = load_bench_model(folder)
     steps, sizes = measure_steps(loaded)
     prices, error = step_prices(steps, sizes)
@@ -336,19 +439,23 @@ def measure(folder: str, server: RunningServer) -> tuple[Prices, Report]:
             host=measure_tier(loaded, TierSpec("host", capacity_bytes=TIER_BYTES)),
             disk=measure_tier(loaded, TierSpec("disk", capacity_bytes=TIER_BYTES, path=scratch)),
         )
-    prices = request_prices(server, prices)
+    prices = msgspec.structs.replace(prices, encode_item=encoding_seconds(server))
+    prices = decode_prices(server, prices)
+    prices, requests = request_prices(ask_kinds(server), prices)
     workers = share_of_workers()
     prices = msgspec.structs.replace(prices, measured_on=machine(), media_workers=workers)
     prices = msgspec.structs.replace(prices, cores=float(len(os.sched_getaffinity(0))))
     report = Report("prices", ("price", "microseconds"))
     for name, value in msgspec.structs.asdict(prices).items():
-        if isinstance(value, float):
+        if name == "cores" or name.endswith("threads"):
+            report.notes.append(f"{name}: {value:.2f}")
+        elif isinstance(value, float):
             report.add(name, 1e6 * value)
         elif isinstance(value, TierPrices):
             report.add(f"{name}, an operation", 1e6 * value.operation)
             report.add(f"{name}, a MiB", 1e6 * value.byte * (1 << 20))
     report.notes.append(f"{len(steps)} steps; the median one is {error:.1%} from its price")
-    return prices, report
+    return prices, [report, requests]
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -361,8 +468,8 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     set_environment()
     with running_server() as server:
-        prices, report = measure(str(NANO_FOLDER), server)
-    publish([report], None)
+        prices, reports = measure(str(NANO_FOLDER), server)
+    publish(reports, None)
     if options.json is not None:
         written = msgspec.json.format(msgspec.json.encode(prices), indent=1)
         options.json.write_bytes(written + b"\n")

@@ -174,8 +174,8 @@ def main(arguments: Sequence[str]) -> int:
         prices = read_prices(options.prices)
     else:
         with running_server() as server:
-            prices, table = measure(str(NANO_FOLDER), server)
-        reports.append(table)
+            prices, tables = measure(str(NANO_FOLDER), server)
+        reports += tables
         if options.write_prices is not None:
             written = msgspec.json.format(msgspec.json.encode(prices), indent=1)
             options.write_prices.write_bytes(written + b"\n")

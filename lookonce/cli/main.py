@@ -340,6 +340,9 @@ def simulate(
     ] = None,
     engine_cost: Annotated[float, typer.Option(help="Of one engine, in any unit.")] = 1.0,
     host_gb_cost: Annotated[float, typer.Option(help="Of a GiB of a tier's memory.")] = 0.005,
+    processes: Annotated[
+        int, typer.Option(min=1, help="That simulate one fleet; of many engines only.")
+    ] = 1,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write all figures to this file.")
     ] = None,
@@ -367,6 +370,7 @@ def simulate(
         target_p99=target_p99,
         engine_cost=engine_cost,
         host_gb_cost=host_gb_cost,
+        processes=processes,
         json_file=json_file,
         plot=plot,
     )

@@ -21,7 +21,7 @@ from lookonce.simulate.engine import EngineSpec
 from lookonce.simulate.plots import write_plots
 from lookonce.simulate.prices import NANO_PRICES, read_prices
 from lookonce.simulate.recommendation import Costs, cost_of, name_of, recommend
-from lookonce.simulate.simulation import ROUTERS, FleetSpec, Outcome, Simulation
+from lookonce.simulate.simulation import ROUTERS, FleetSpec, Outcome, Simulation, check_spec
 from lookonce.simulate.trace import GENERATORS, Shape, TraceRequest, read_trace
 from lookonce.types.kv import parse_tier_spec
 
@@ -60,6 +60,7 @@ class Asked:
     target_p99: float | None = None
     engine_cost: float = 1.0
     host_gb_cost: float = 0.005
+    processes: int = 1
     json_file: Path | None = None
     plot: Path | None = None
 
@@ -71,7 +72,10 @@ def run_simulate(asked: Asked) -> int:
         prices = msgspec.structs.replace(prices, block_size=asked.block_size)
     requests = requests_of(asked)
     outcomes = []
-    for spec in specs_of(asked):
+    specs = specs_of(asked)
+    for spec in specs:
+        check_spec(spec, prices)  # before any of them takes its time
+    for spec in specs:
         began = time.perf_counter()
         outcome = Simulation(spec, prices).run(requests(spec))
         outcomes.append((outcome, time.perf_counter() - began))
@@ -173,7 +177,10 @@ def specs_of(asked: Asked) -> list[FleetSpec]:
             ),
         )
         spec = FleetSpec(
-            engines=int(engines), router=router if engines > 1 else routers[0], engine=engine
+            engines=int(engines),
+            router=router if engines > 1 else routers[0],
+            engine=engine,
+            processes=min(asked.processes, int(engines)),
         )
         if spec not in found:  # one engine needs no router
             found.append(spec)

@@ -232,17 +232,17 @@ def _rates_of(engines: Sequence[EngineState]) -> dict[int, Rates]:
     measured = [engine.rates for engine in engines if engine.num_loads >= MIN_LOADS]
     listed = measured or [engine.rates for engine in engines]
     usual = Rates(
-        min(rates.prompt_token for rates in listed),
-        min(rates.encoder_run for rates in listed),
-        min(rates.decoded_token for rates in listed),
-        min(rates.processing for rates in listed),
+        min([rates.prompt_token for rates in listed]),
+        min([rates.encoder_run for rates in listed]),
+        min([rates.decoded_token for rates in listed]),
+        min([rates.processing for rates in listed]),
     )
     found = {
         e.number: e.rates if e.num_loads >= MIN_LOADS and e.rates.is_slower(usual) else usual
         for e in engines
     }
-    output = _least(engine.rates.tier_output for engine in engines)
-    token = _least(engine.rates.tier_token for engine in engines)
+    output = _least([engine.rates.tier_output for engine in engines])
+    token = _least([engine.rates.tier_token for engine in engines])
     if output is None and token is None:
         return found
     return {  # one that has loaded nothing yet can load as others do
@@ -449,7 +449,9 @@ class Router:
             (engine.waiting_seconds() + RECOMPUTED * work.to_first_token, engine, work)
             for engine, work in zip(candidates, works, strict=True)
         ]
-        listed = [price for price in prices if price[1] in knowing] or prices
+        listed = prices
+        if len(knowing) < len(prices):
+            listed = [price for price in prices if price[1] in knowing] or prices
         if stuck is not None:
             price, engine, work = next(each for each in prices if each[1] is stuck[0])
             reason = stuck[1]
@@ -549,14 +551,15 @@ class Router:
         answer = self.answer_tokens
         if identity.max_tokens is not None:
             answer = min(answer, max(0, identity.max_tokens))
-        works = []
+        works, num_tokens, beside = [], round(total), BESIDE * answer
         for engine in candidates:
             of_engine = rates[engine.number]
             num_known = known[engine.number]
             tier = of_engine.tier_token
             num_held = num_known if tier is None or tier >= of_engine.prompt_token else longest
-            work = Work(answer=BESIDE * answer * of_engine.decoded_token, num_tokens=round(total))
-            self._add_media(work, engine, of_engine, held, num_held)
+            work = Work(answer=beside * of_engine.decoded_token, num_tokens=num_tokens)
+            if held:
+                self._add_media(work, engine, of_engine, held, num_held)
             computed = ends[num_known - 1] if num_known else 0.0
             read = ends[num_held - 1] if num_held else 0.0
             work.known_tokens = round(computed)
@@ -576,10 +579,10 @@ class Router:
         """What media cost at an engine. `held`: of each its piece, the key of its output, and a bit
         for each engine that holds its output, and its item; `num_held`: pieces whose tokens are
         held."""
-        number = engine.number
+        number, expected = engine.number, engine.expected
         seen: set[int] = set()
         for piece, key, outputs, items in held:
-            if piece < num_held or outputs >> number & 1 or engine.expected.get(key) or key in seen:
+            if piece < num_held or outputs >> number & 1 or expected.get(key) or key in seen:
                 work.num_known += 1
                 continue
             seen.add(key)

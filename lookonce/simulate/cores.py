@@ -1,7 +1,8 @@
 """The cores that the processes of one server share.
 
-Each job wants one core. Where there are more jobs than cores, each gets an equal part of them, as
-by a scheduler that takes turns in much less time than a job takes.
+Each job wants as many cores as it has threads, mostly one. Where all want more than there are, each
+thread gets an equal part of them, as by a scheduler that takes turns in much less time than a job
+takes; the threads of a job wait for each other.
 """
 
 from __future__ import annotations
@@ -16,12 +17,15 @@ EQUAL_SECONDS = 1e-12
 
 
 class Job:
-    """Work of one thread, under way. `seconds` is what it takes on a core of its own."""
+    """Work under way. `seconds` is what it takes where each of its threads has a core."""
 
-    __slots__ = ("arguments", "call", "done", "seconds")
+    __slots__ = ("arguments", "call", "done", "seconds", "threads")
 
-    def __init__(self, seconds: float, call: Callable[..., None], arguments: tuple[Any, ...]):
-        self.seconds, self.call, self.arguments = seconds, call, arguments
+    def __init__(
+        self, seconds: float, threads: float, call: Callable[..., None], arguments: tuple[Any, ...]
+    ) -> None:
+        self.seconds, self.threads = seconds, threads
+        self.call, self.arguments = call, arguments
         self.done = 0.0
         """Of these seconds, when the cores were last looked at."""
 
@@ -37,9 +41,11 @@ class Cores:
         self._looked = 0.0
         self._version = 0
 
-    def run(self, seconds: float, call: Callable[..., None], *arguments: Any) -> Job:
+    def run(
+        self, seconds: float, call: Callable[..., None], *arguments: Any, threads: float = 1.0
+    ) -> Job:
         """Call when a new job of `seconds` is done."""
-        job = Job(seconds, call, arguments)
+        job = Job(seconds, threads, call, arguments)
         self._look()
         self._jobs.append(job)
         self._plan()
@@ -65,9 +71,10 @@ class Cores:
 
     @property
     def _speed(self) -> float:
-        """Of each job: cores that it has."""
+        """Of each job: the part of a core that each of its threads has."""
         free = max(0.1, self._count - self._background)
-        return min(1.0, free / len(self._jobs)) if self._jobs else 1.0
+        threads = sum(job.threads for job in self._jobs)
+        return min(1.0, free / threads) if threads else 1.0
 
     def _look(self) -> None:
         elapsed, self._looked = self._clock.now - self._looked, self._clock.now

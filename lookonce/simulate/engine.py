@@ -12,9 +12,11 @@ as many as nothing interrupts are one event.
 from __future__ import annotations
 
 import heapq
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
@@ -28,10 +30,12 @@ from lookonce.core.encoder_cache import EncoderCache
 from lookonce.core.request import Sequence as SchedulerSequence
 from lookonce.core.scheduler import Scheduler
 from lookonce.core.scheduler_state import SchedulerOutput, SchedulerState
-from lookonce.engine.process.cache_events import LOAD_SECONDS, Load, StepEvents
+from lookonce.engine.process.cache_events import LOAD_SECONDS, Load
 from lookonce.errors import RequestError
+from lookonce.fleet.subscriber import Change
 from lookonce.kv.connector import KVConnector
 from lookonce.simulate.cores import Cores, Job
+from lookonce.simulate.following import FollowedEvents
 from lookonce.simulate.prices import Prices
 from lookonce.simulate.tiers import (
     SimulatedChain,
@@ -41,9 +45,16 @@ from lookonce.simulate.tiers import (
     SimulatedTransfers,
     own_tiers,
 )
-from lookonce.simulate.trace import TraceRequest, token_ids
+from lookonce.simulate.trace import TraceRequest, block_keys, token_ids
 from lookonce.types.kv import KVLoadPolicy, OutputLayout, TierSpec
-from lookonce.types.media import ITEM_OVERHEAD, Array, Expansion, MediaFeature, ProcessedItem
+from lookonce.types.media import (
+    ITEM_OVERHEAD,
+    Array,
+    Expansion,
+    MediaFeature,
+    Modality,
+    ProcessedItem,
+)
 from lookonce.types.model import ModelInfo
 from lookonce.types.request import GenerateRequest
 from lookonce.types.sampling import SamplingParams
@@ -60,6 +71,7 @@ LEAST_RUN = 2
 MAX_SHARE = 0.9
 """Of the API process's time that streaming takes, as far as it delays requests."""
 SCOPE = bytes(32)
+NO_TOKENS = np.zeros(0, np.int32)
 
 
 class VirtualClock:
@@ -81,10 +93,15 @@ class VirtualClock:
     def after(self, seconds: float, call: Callable[..., None], *arguments: Any) -> None:
         self.at(self.now + seconds, call, *arguments)
 
-    def run(self) -> None:
-        """Until no event is left."""
+    @property
+    def next_moment(self) -> float:
+        """Of the next event; infinite where there is none."""
+        return self._events[0][0] if self._events else math.inf
+
+    def run(self, until: float = math.inf) -> None:
+        """All events before `until`."""
         events = self._events
-        while events:
+        while events and events[0][0] < until:
             self.now, _, call, arguments = heapq.heappop(events)
             call(*arguments)
 
@@ -105,17 +122,16 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     encoder_tiers: tuple[TierSpec, ...] = ()
     every_step: bool = False
     """No runs: each step is an event."""
+    with_tokens: bool = False
+    """No keys of blocks from the trace: prompts have tokens, which the scheduler hashes."""
 
 
 @dataclass(slots=True)
 class Served:
-    """One request on its way; times are of the virtual clock."""
+    """One request at an engine; times are of the virtual clock."""
 
     request: TraceRequest
     number: int
-    arrival: float
-    route: Any = None
-    engine: SimulatedEngine | None = None
     first_token: float = -1.0
     ended: float = -1.0
     cached_tokens: int = 0
@@ -123,7 +139,8 @@ class Served:
     encoder_runs: int = 0
     processed: int = 0
     failed: str = ""
-    tokens: NDArray[np.int32] | None = None
+    tokens: NDArray[np.int32] = field(default_factory=lambda: NO_TOKENS)
+    """Of prompt and answer, where the scheduler hashes them."""
     waits_for: int = 0
     """Media items that are being processed for it."""
 
@@ -183,19 +200,19 @@ class SimulatedEngine:
 
     def __init__(
         self,
-        name: str,
+        number: int,
         spec: EngineSpec,
         prices: Prices,
         clock: VirtualClock,
         *,
         on_first: Callable[[Served], None],
         on_end: Callable[[Served], None],
-        publish: Callable[[SimulatedEngine, str, list[Any]], None] | None = None,
+        publish: Callable[[int, list[Change]], None] | None = None,
         shared_tiers: Sequence[SimulatedTier] = (),
         shared_outputs: Sequence[SimulatedTier] = (),
     ) -> None:
-        """`shared_tiers`, `shared_outputs`: those that other engines have, too."""
-        self.name = name
+        """`number` within the fleet; `shared_tiers`, `shared_outputs`: those that other engines
+        have, too."""
         self.spec = spec
         self.prices = prices
         self.clock = clock
@@ -240,16 +257,15 @@ class SimulatedEngine:
         self.directory = Directory(spec.processor_cache_bytes)
         self.totals = EngineTotals()
         self.load = Load()
-        self._events: StepEvents | None = None
+        self._events: FollowedEvents | None = None
         self._next_load = 0.0
         """When the load is told next, if there is anything to tell."""
         if publish is not None:
-            self._events = StepEvents(
-                lambda topic, changes: publish(self, topic, changes),
+            self._events = FollowedEvents(
+                partial(publish, number),
                 "kv-events",
                 self.scheduler.take_output_changes,
                 self.load,
-                needs_content=False,
             )
             self.scheduler.watch(self._events)
         self._served: dict[str, Served] = {}
@@ -306,11 +322,11 @@ class SimulatedEngine:
 
     def arrive(self, served: Served) -> None:
         """A request's last byte has come."""
-        served.engine = self
         self.num_requests += 1
         request, prices = served.request, self.prices
         sent = sum(medium.num_bytes for medium in request.media)
-        seconds = prices.of_request(request.prompt_tokens, sent) / (1.0 - self._streaming_share())
+        seconds = prices.of_request(request.prompt_tokens, len(request.media), sent)
+        seconds /= 1.0 - self._streaming_share()
         self._api.run(seconds, self._resolve, served)
 
     def _work(self, seconds: float, call: Callable[..., None], *arguments: Any) -> None:
@@ -322,10 +338,11 @@ class SimulatedEngine:
 
     def _streaming_share(self) -> float:
         """Of the API process's time that goes into tokens of the steps under way."""
-        rows = len(self._state.queues.decoding)
+        decoding = self._state.queues.decoding
+        rows = len(decoding)
         if not rows or not self._busy:
             return 0.0
-        step = self.prices.step + self.prices.decode_row * rows
+        step = self.prices.of_decodes(rows, sum(s.num_computed for s in decoding), 1)
         return min(MAX_SHARE, rows * self.prices.stream_token / step)
 
     def _resolve(self, served: Served) -> None:
@@ -367,22 +384,23 @@ class SimulatedEngine:
         request = served.request
         for key in pinned:
             self.directory.unpin(key)
-        served.tokens = token_ids(request)
-        prompt = served.tokens[: request.prompt_tokens]
         features = tuple(
-            MediaFeature(m.key, m.modality, m.offset, m.length, m.length) for m in request.media
+            [MediaFeature(m.key, m.modality, m.offset, m.length, m.length) for m in request.media]
         )
-        items = {m.key: ProcessedItem(m.modality, {}, _expansion(m.length)) for m in request.media}
+        items = {m.key: _item(m.modality, m.length) for m in request.media}
         request_id = f"0-{served.number}-{served.number}"
+        if self.spec.with_tokens:
+            served.tokens = token_ids(request)
+            prompt = served.tokens[: request.prompt_tokens].data
+        else:
+            prompt = memoryview(bytes(4 * request.prompt_tokens))
         generate = GenerateRequest(
             request_id=request_id,
             scope=SCOPE,
-            prompt=Array("int32", prompt.shape, prompt.data),
+            prompt=Array("int32", (request.prompt_tokens,), prompt),
             features=features,
-            sampling=SamplingParams(
-                temperature=0.0, max_tokens=request.output_tokens, ignore_eos=True
-            ),
-            arrival=served.arrival,
+            sampling=_sampling(request.output_tokens),
+            arrival=request.arrival,
             tenant=request.tenant,
         )
         if self._run is not None:
@@ -394,7 +412,15 @@ class SimulatedEngine:
             del self._served[request_id]
             self._end(served, error.message)
             return
+        if not self.spec.with_tokens:
+            self._tell_keys(request_id, request)
         self.wake()
+
+    def _tell_keys(self, request_id: str, request: TraceRequest) -> None:
+        """Let the scheduler know the request's blocks by keys that the trace gives."""
+        added = self._state.queues.requests.get(request_id)
+        if added is not None:
+            added.sequences[0].block_hashes = block_keys(request, self.prices.block_size)
 
     def wake(self) -> None:
         """There may be something for the next step."""
@@ -412,6 +438,10 @@ class SimulatedEngine:
                 self._begin_run(num_steps)
                 return
         plan = self.scheduler.plan()
+        while plan is not None and not (plan.scheduled or plan.encode):
+            # It only tells the runner what has ended, which takes no time.
+            self._take(self.scheduler.update_from_output(plan, StepResult()))
+            plan = self.scheduler.plan()
         if plan is None:
             output = self.scheduler.take_output()
             self._busy = False
@@ -420,11 +450,15 @@ class SimulatedEngine:
                 self._take(output)
             self._tell_load()
             return
-        seconds = self.prices.of_step(plan) if plan.scheduled or plan.encode else 0.0
+        seconds = self.prices.of_step(plan)
         self._step = plan, seconds
         self._version += 1
         self._note_streaming()
-        self._work(seconds, self._end_step, self._version)
+        if self._cores is None:
+            self.clock.after(seconds, self._end_step, self._version)
+        else:
+            threads = self.prices.threads_of(plan)
+            self._cores.run(seconds, self._end_step, self._version, threads=threads)
 
     def _note_streaming(self) -> None:
         if self._cores is not None:
@@ -486,7 +520,7 @@ class SimulatedEngine:
             plan, seconds = self._step
             self._step = None
             result = self._result(plan)
-            self.totals.steps += bool(plan.scheduled or plan.encode)
+            self.totals.steps += 1
             self.totals.busy += seconds
             self.load.note_step(plan, result, seconds)
             if self.connector is not None and plan.num_tokens >= 64:
@@ -505,10 +539,10 @@ class SimulatedEngine:
         self.load.decode_seconds += seconds
 
     def _next_tokens(self, sequence: SchedulerSequence, count: int) -> NDArray[np.int32]:
-        tokens = self._served[sequence.request.request_id].tokens
-        assert tokens is not None
+        if not self.spec.with_tokens:
+            return np.zeros(count, np.int32)
         at = len(sequence.tokens)
-        return tokens[at : at + count]
+        return self._served[sequence.request.request_id].tokens[at : at + count]
 
     def _result(self, plan: StepPlan) -> StepResult:
         """What the model would have given: the tokens that the trace has."""
@@ -518,7 +552,7 @@ class SimulatedEngine:
             if entry.sample:
                 sequence = sequences.get(entry.seq_id)
                 token = PLACEHOLDER
-                if sequence is not None:
+                if sequence is not None and self.spec.with_tokens:
                     token = int(self._next_tokens(sequence, 1)[0])
                 sampled.append(token)
         seconds: dict[bytes, float] = {}
@@ -548,7 +582,7 @@ class SimulatedEngine:
     def _end(self, served: Served, failed: str) -> None:
         served.ended = self.clock.now + self.prices.first_token
         served.failed = failed
-        served.tokens = None
+        served.tokens = NO_TOKENS
         self.num_requests -= 1
         self._on_end(served)
 
@@ -569,5 +603,17 @@ class SimulatedEngine:
             assert self._state.block_pool.num_free == self._state.block_pool.num_blocks
 
 
+@lru_cache(maxsize=4096)
 def _expansion(length: int) -> Expansion:
     return Expansion(((PLACEHOLDER, length),), PLACEHOLDER)
+
+
+@lru_cache(maxsize=4096)
+def _item(modality: Modality, length: int) -> ProcessedItem:
+    """A processed item without arrays, which nothing changes."""
+    return ProcessedItem(modality, {}, _expansion(length))
+
+
+@lru_cache(maxsize=4096)
+def _sampling(max_tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)

@@ -5,6 +5,7 @@
     step
     + each sequence that decodes:   decode_row + decode_context x tokens before it
     + each chunk of a prompt:       prompt_row + prompt_token x tokens + prompt_pair x pairs
+      with over `short_prompt` tokens, instead: long_prompt_row, long_prompt_token
     + where the encoder runs:       encode_step + encode_item x items + encode_token x tokens
 
 A pair is a token of the chunk and one that it attends to.
@@ -43,6 +44,11 @@ class Prices(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     prompt_row: float = 0.0
     prompt_token: float = 1e-4
     prompt_pair: float = 0.0
+    short_prompt: int = 0
+    """Tokens of a chunk that is computed as decodes are; longer ones have prices of their own. 0:
+    all have one price."""
+    long_prompt_row: float = 0.0
+    long_prompt_token: float = 0.0
     encode_step: float = 0.0
     encode_item: float = 5e-3
     encode_token: float = 0.0
@@ -51,6 +57,8 @@ class Prices(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """From the request's last byte to the engine, without media, of the API process's time."""
     request_token: float = 0.0
     """Of each token of the prompt: tokenizing."""
+    request_item: float = 0.0
+    """Of each media item: finding it, and telling the engine of it."""
     request_byte: float = 0.0
     """Of each byte of encoded media: base64 and digest."""
     first_token: float = 1e-3
@@ -67,6 +75,9 @@ class Prices(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     cores: float = 0.0
     """That the engine, the API process and the media workers of a server share; 0: each has one of
     its own."""
+    prompt_threads: float = 1.0
+    encode_threads: float = 1.0
+    """Cores that computing a prompt, and encoding, keep busy; all else of a step takes one."""
     route: float = 0.0
     """In a fleet: from the front-end to the engine's server."""
     # External tiers.
@@ -83,19 +94,33 @@ class Prices(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     def of_step(self, plan: StepPlan) -> float:
         """Seconds of a step, encoder runs included."""
-        seconds = self.step
+        return sum(self._parts_of(plan))
+
+    def threads_of(self, plan: StepPlan) -> float:
+        """Cores that a step keeps busy, on average over its time."""
+        decoding, prompts, encoding = self._parts_of(plan)
+        busy = decoding + self.prompt_threads * prompts + self.encode_threads * encoding
+        return busy / (decoding + prompts + encoding)
+
+    def _parts_of(self, plan: StepPlan) -> tuple[float, float, float]:
+        """Seconds of a step: decodes and what each step takes, prompts, encoder runs."""
+        decoding, prompts, encoding = self.step, 0.0, 0.0
         for entry in plan.scheduled:
             count = entry.num_tokens
             if count == 1 and entry.sample:
-                seconds += self.decode_row + self.decode_context * (entry.start + 1)
+                decoding += self.decode_row + self.decode_context * (entry.start + 1)
             else:
                 pairs = count * (entry.start + (count + 1) / 2)
-                seconds += self.prompt_row + self.prompt_token * count + self.prompt_pair * pairs
+                prompts += self.prompt_pair * pairs
+                if self.short_prompt and count > self.short_prompt:
+                    prompts += self.long_prompt_row + self.long_prompt_token * count
+                else:
+                    prompts += self.prompt_row + self.prompt_token * count
         if plan.encode:
-            seconds += self.encode_step + sum(
+            encoding = self.encode_step + sum(
                 self.of_encoding(e.item.expansion.num_embeds) for e in plan.encode
             )
-        return seconds
+        return decoding, prompts, encoding
 
     def of_encoding(self, num_tokens: int) -> float:
         """Seconds of one item in an encoder run, without `encode_step`."""
@@ -111,8 +136,9 @@ class Prices(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     def of_processing(self, pixels: int, num_tokens: int) -> float:
         return self.process_item + self.process_pixel * pixels + self.process_token * num_tokens
 
-    def of_request(self, num_tokens: int, media_bytes: int) -> float:
-        return self.request + self.request_token * num_tokens + self.request_byte * media_bytes
+    def of_request(self, num_tokens: int, num_items: int, media_bytes: int) -> float:
+        media = self.request_item * num_items + self.request_byte * media_bytes
+        return self.request + self.request_token * num_tokens + media
 
 
 # --- measuring ----------------------------------------------------------------------------------
@@ -124,17 +150,20 @@ STEP_PRICES = (
     "prompt_row",
     "prompt_token",
     "prompt_pair",
+    "long_prompt_row",
+    "long_prompt_token",
     "encode_step",
     "encode_item",
 )
 """What `of_step` multiplies with amounts."""
 
 
-def amounts_of(plan: StepPlan) -> tuple[float, ...]:
+def amounts_of(plan: StepPlan, short_prompt: int) -> tuple[float, ...]:
     """What `Prices.of_step` multiplies prices with, in the order of `STEP_PRICES`."""
     names = msgspec.structs.asdict(Prices())
     nothing = msgspec.structs.replace(
-        Prices(), **{name: 0.0 for name in names if isinstance(names[name], float)}
+        Prices(short_prompt=short_prompt),
+        **{name: 0.0 for name in names if isinstance(names[name], float)},
     )
     return tuple(
         msgspec.structs.replace(nothing, **{name: 1.0}).of_step(plan) for name in STEP_PRICES

@@ -10,42 +10,48 @@ loads as late as a real one gets them. The others are what it is compared with.
 
 from __future__ import annotations
 
-import gc
 import random
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from lookonce.engine.process import cache_events
 from lookonce.errors import ConfigError
 from lookonce.fleet.identity import PIECE_TOKENS, Identity, Medium, Piece
 from lookonce.fleet.index import short
 from lookonce.fleet.router import EngineState, Route, Router
-from lookonce.fleet.subscriber import (
-    GATHER_SECONDS,
-    Added,
-    AllGone,
-    Change,
-    EngineLoad,
-    Gone,
-    PromptComputed,
-)
-from lookonce.simulate.engine import EngineSpec, Served, SimulatedEngine, VirtualClock
+from lookonce.fleet.subscriber import Change
+from lookonce.simulate.engine import EngineSpec, SimulatedEngine, VirtualClock
+from lookonce.simulate.following import BlockIndex, OutputIndex
 from lookonce.simulate.prices import Prices
-from lookonce.simulate.tiers import shared_tiers
+from lookonce.simulate.shards import (
+    Answered,
+    Arrival,
+    Changed,
+    Ended,
+    EngineGroup,
+    GroupTotals,
+    LocalShard,
+    ProcessShard,
+    Shard,
+    Told,
+    Windows,
+    lag_of,
+    rare_collections,
+)
+from lookonce.simulate.tiers import SHARED
 from lookonce.simulate.trace import TraceRequest, number_of
-from lookonce.types.kv import OutputLayout
 
 MODEL = "simulated"
 CHARS_PER_TOKEN = 4
 RING_POINTS = 64
 """Of each engine, for consistent hashing."""
-YOUNG_OBJECTS = 200_000
-"""Allocations between two collections of garbage."""
+FRONT_END_SHARE = 0.36
+"""Of a simulation's work: traces and routing, which the first process does."""
 MOST_COMPARED = 64
 """Engines of which the router compares all."""
 KNOWING_COMPARED, IDLE_COMPARED = 8, 4
@@ -61,20 +67,66 @@ class FleetSpec(msgspec.Struct, frozen=True, kw_only=True):
     router: str = "price"
     engine: EngineSpec = EngineSpec()
     seed: int = 0
+    processes: int = 1
+    """That simulate it; what comes out does not depend on them."""
+
+
+@dataclass(slots=True)
+class EngineHandle:
+    """An engine as the front-end knows it."""
+
+    name: str
+    number: int
+    num_requests: int = 0
+    """Sent there and not ended."""
+
+
+@dataclass(slots=True)
+class Sent:
+    """One request as the front-end knows it; times are of the virtual clock."""
+
+    request: TraceRequest
+    number: int
+    engine: EngineHandle
+    route: Any = None
+    first_token: float = -1.0
+    ended: float = -1.0
+    cached_tokens: int = 0
+    external_tokens: int = 0
+    encoder_runs: int = 0
+    processed: int = 0
+    failed: str = ""
+
+    @property
+    def arrival(self) -> float:
+        return self.request.arrival
 
 
 class FleetRouter(Protocol):
     """Chooses an engine for each request."""
 
-    def choose(self, served: Served) -> SimulatedEngine: ...
+    followed: bool
+    """Whether it wants the engines' events."""
 
-    def answered(self, served: Served) -> None: ...
+    def add(self, engine: EngineHandle) -> None: ...
 
-    def ended(self, served: Served) -> None: ...
+    def choose(self, request: TraceRequest, number: int) -> tuple[EngineHandle, Any]:
+        """The engine, and what the router wants to see again with the request."""
+
+    def answered(self, sent: Sent) -> None: ...
+
+    def ended(self, sent: Sent) -> None: ...
+
+    def apply(self, engine: int, changes: Sequence[Change]) -> None:
+        """What the events of an engine tell."""
 
 
 class LargeFleetRouter(Router):
     """The router, where comparing all engines for each request would take too long."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.outputs, self.items = BlockIndex(), OutputIndex(), OutputIndex()
 
     def route_among(
         self, request_id: str, identity: Identity, among: Sequence[EngineState]
@@ -106,36 +158,32 @@ class LargeFleetRouter(Router):
 class PriceRouter:
     """The fleet's own router, and what a front-end tells it."""
 
+    followed = True
+
     def __init__(self, clock: VirtualClock, seed: int) -> None:
         self._clock = clock
         self.router = LargeFleetRouter()
-        self._engines: dict[str, SimulatedEngine] = {}
+        self._engines: list[EngineHandle] = []
         self._states: list[EngineState] = []
         """By number."""
         self._waiting: NDArray[np.float64] = np.zeros(0)
         """Seconds of work at each engine, by its number."""
-        self._coming: dict[str, list[Change]] = {}
-        """By engine: events that its subscriber has not handed on."""
 
-    def add(self, engine: SimulatedEngine) -> None:
-        self._engines[engine.name] = engine
+    def add(self, engine: EngineHandle) -> None:
+        self._engines.append(engine)
         state = self.router.add_engine(engine.name, MODEL, follows=True)
-        assert state.number == len(self._states)
+        assert state.number == len(self._states) == engine.number
         self._states.append(state)
         self._waiting = np.zeros(len(self._states))
 
-    def choose(self, served: Served) -> SimulatedEngine:
-        identity = identity_of(served.request)
-        among = None
+    def choose(self, request: TraceRequest, number: int) -> tuple[EngineHandle, Any]:
+        identity = identity_of(request)
         if len(self._states) > MOST_COMPARED:
-            among = self._likely(identity)
-        name = str(served.number)
-        if among is None:
-            served.route = self.router.route(name, identity)
+            route = self.router.route_among(str(number), identity, self._likely(identity))
         else:
-            served.route = self.router.route_among(name, identity, among)
-        self._note_waiting(served.route.engine)
-        return self._engines[served.route.engine.name]
+            route = self.router.route(str(number), identity)
+        self._note_waiting(route.engine)
+        return self._engines[route.engine.number], route
 
     def _likely(self, identity: Identity) -> list[EngineState]:
         """The engines that know most of the request and have the least to do, and those that have
@@ -157,50 +205,19 @@ class PriceRouter:
     def _note_waiting(self, state: EngineState) -> None:
         self._waiting[state.number] = state.waiting_seconds()
 
-    def answered(self, served: Served) -> None:
-        self.router.answered(served.route, self._clock.now - served.arrival)
-        self._note_waiting(served.route.engine)
+    def answered(self, sent: Sent) -> None:
+        self.router.answered(sent.route, self._clock.now - sent.arrival)
+        self._note_waiting(sent.route.engine)
 
-    def ended(self, served: Served) -> None:
-        failed = bool(served.failed)
-        self.router.ended(str(served.number), served.route, failed=failed)
+    def ended(self, sent: Sent) -> None:
+        failed = bool(sent.failed)
+        self.router.ended(str(sent.number), sent.route, failed=failed)
         if not failed:
-            self.router.note_answer_tokens(served.request.output_tokens)
-        self._note_waiting(served.route.engine)
+            self.router.note_answer_tokens(sent.request.output_tokens)
+        self._note_waiting(sent.route.engine)
 
-    def publish(self, engine: SimulatedEngine, topic: str, changes: list[Any]) -> None:
-        """What an engine's events tell; handed on together after `GATHER_SECONDS`."""
-        coming = self._coming.get(engine.name)
-        if coming is None:
-            coming = self._coming[engine.name] = []
-            self._clock.after(GATHER_SECONDS, self._apply, engine.name)
-        for change in changes:
-            _append(coming, topic, change)
-
-    def _apply(self, name: str) -> None:
-        self.router.apply(self.router.engines[name], self._coming.pop(name))
-
-
-def _append(changes: list[Change], topic: str, change: cache_events.Change) -> None:
-    """As a subscriber would get it; keys that come or go together are one change."""
-    last = changes[-1] if changes else None
-    if isinstance(change, cache_events.Stored | cache_events.Held):
-        if isinstance(last, Added) and last.topic == topic:
-            last.keys.append(short(change.key))
-        else:
-            changes.append(Added(topic, [short(change.key)]))
-    elif isinstance(change, cache_events.Removed):
-        if isinstance(last, Gone) and last.topic == topic:
-            last.keys.append(short(change.key))
-        else:
-            changes.append(Gone(topic, [short(change.key)]))
-    elif isinstance(change, cache_events.Load):
-        changes.append(EngineLoad(*msgspec.structs.astuple(change)))
-    elif isinstance(change, cache_events.Computed):
-        told = change.request_id, change.num_tokens, list(change.items), change.block_hash
-        changes.append(PromptComputed(*told))
-    else:
-        changes.append(AllGone(topic))
+    def apply(self, engine: int, changes: Sequence[Change]) -> None:
+        self.router.apply(self._states[engine], changes)
 
 
 def identity_of(request: TraceRequest) -> Identity:
@@ -233,31 +250,42 @@ def identity_of(request: TraceRequest) -> Identity:
 class _Plain:
     """A router that keeps nothing of requests."""
 
+    followed = False
+
     def __init__(self, clock: VirtualClock, seed: int) -> None:
-        self.engines: list[SimulatedEngine] = []
+        self.engines: list[EngineHandle] = []
         self.random = random.Random(seed)
 
-    def add(self, engine: SimulatedEngine) -> None:
+    def add(self, engine: EngineHandle) -> None:
         self.engines.append(engine)
 
-    def answered(self, served: Served) -> None:
+    def choose(self, request: TraceRequest, number: int) -> tuple[EngineHandle, Any]:
+        return self.engine_for(request, number), None
+
+    def engine_for(self, request: TraceRequest, number: int) -> EngineHandle:
+        raise NotImplementedError
+
+    def answered(self, sent: Sent) -> None:
         """Nothing to learn."""
 
-    def ended(self, served: Served) -> None:
+    def ended(self, sent: Sent) -> None:
+        """Nothing to learn."""
+
+    def apply(self, engine: int, changes: Sequence[Change]) -> None:
         """Nothing to learn."""
 
 
 class RoundRobin(_Plain):
     """One engine after the other."""
 
-    def choose(self, served: Served) -> SimulatedEngine:
-        return self.engines[served.number % len(self.engines)]
+    def engine_for(self, request: TraceRequest, number: int) -> EngineHandle:
+        return self.engines[number % len(self.engines)]
 
 
 class PowerOfTwo(_Plain):
     """Of two engines at random the one with fewer requests: Ray Serve's default."""
 
-    def choose(self, served: Served) -> SimulatedEngine:
+    def engine_for(self, request: TraceRequest, number: int) -> EngineHandle:
         two = self.random.sample(self.engines, min(2, len(self.engines)))
         return min(two, key=lambda engine: engine.num_requests)
 
@@ -265,7 +293,7 @@ class PowerOfTwo(_Plain):
 class LeastLoaded(_Plain):
     """The engine with the fewest requests."""
 
-    def choose(self, served: Served) -> SimulatedEngine:
+    def engine_for(self, request: TraceRequest, number: int) -> EngineHandle:
         return min(self.engines, key=lambda engine: engine.num_requests)
 
 
@@ -276,14 +304,13 @@ class ConsistentHash(_Plain):
         super().__init__(clock, seed)
         self._ring: list[tuple[int, int]] = []
 
-    def add(self, engine: SimulatedEngine) -> None:
+    def add(self, engine: EngineHandle) -> None:
         number = len(self.engines)
         super().add(engine)
         points = (number_of("ring", number, point) for point in range(RING_POINTS))
         self._ring = sorted([*self._ring, *((point, number) for point in points)])
 
-    def choose(self, served: Served) -> SimulatedEngine:
-        request = served.request
+    def engine_for(self, request: TraceRequest, number: int) -> EngineHandle:
         if request.media:
             place = number_of(request.media[0].key.hex())
         else:
@@ -375,119 +402,204 @@ class Simulation:
         self,
         spec: FleetSpec,
         prices: Prices,
-        on_end: Callable[[Served], None] = lambda served: None,
+        on_end: Callable[[Sent], None] = lambda sent: None,
     ) -> None:
-        """Raises `ConfigError` for a router that there is not."""
-        if spec.router not in ROUTERS:
-            raise ConfigError(f"there is no router {spec.router!r}; there are {', '.join(ROUTERS)}")
+        """Raises `ConfigError` as `check_spec` does."""
+        check_spec(spec, prices)
         self.spec, self.prices = spec, prices
         self.clock = VirtualClock()
         self._told = on_end
-        router = ROUTERS[spec.router](self.clock, spec.seed)
-        self.router: FleetRouter = router
-        block_bytes = prices.kv_token_bytes * prices.block_size
-        shared = shared_tiers(spec.engine.kv_tiers, block_bytes, prices, self.clock)
-        piece_bytes = OutputLayout.of_rows(prices.encoder_row_bytes, "uint8").piece_bytes
-        outputs = shared_tiers(spec.engine.encoder_tiers, piece_bytes, prices, self.clock)
-        self.engines = [
-            SimulatedEngine(
-                f"engine-{number}",
-                spec.engine,
-                prices,
-                self.clock,
-                on_first=self.router.answered,
-                on_end=self._on_end,
-                publish=getattr(router, "publish", None) if spec.engines > 1 else None,
-                shared_tiers=shared,
-                shared_outputs=outputs,
-            )
-            for number in range(spec.engines)
-        ]
-        for engine in self.engines:
-            router.add(engine)
+        self.router: FleetRouter = ROUTERS[spec.router](self.clock, spec.seed)
+        self._handles = [EngineHandle(f"engine-{n}", n) for n in range(spec.engines)]
+        for handle in self._handles:
+            self.router.add(handle)
         self._requests: Iterator[TraceRequest] = iter(())
+        self._open: dict[int, Sent] = {}
+        """By number: requests that have not ended."""
         self.num_arrived = self.num_ended = 0
+        self._ended_trace = False
         self._figures = Outcome(spec=spec, first_token=np.zeros(0), per_token=np.zeros(0))
         self._first: list[float] = []
         self._per_token: list[float] = []
         self._last_end = 0.0
         self._media: set[bytes] = set()
-        self._by_engine: dict[str, int] = dict.fromkeys((e.name for e in self.engines), 0)
+        self._by_engine = [0] * spec.engines
+        self._followed = self.router.followed and spec.engines > 1
+        self._group: EngineGroup | None = None
+        self._arrivals: list[list[Arrival]] = []
+        """By shard: sent in this window."""
+        self._shard_of: list[int] = []
+        """By engine."""
+        if spec.processes == 1:
+            self._group = EngineGroup(
+                spec.engine,
+                prices,
+                self.clock,
+                range(spec.engines),
+                lambda moment, told: self.clock.at(moment, self._take, told),
+                followed=self._followed,
+            )
+
+    @property
+    def engines(self) -> list[SimulatedEngine]:
+        """Where one process simulates them."""
+        return [] if self._group is None else list(self._group.engines.values())
 
     def run(self, requests: Iterable[TraceRequest]) -> Outcome:
-        """Serve all requests, which are in order of their arrivals."""
+        """Serve all requests, which are in order of their arrivals. Raises `UnavailableError` where
+        another process of the simulation ends."""
+        if self._group is not None:
+            self._begin(requests)
+            with rare_collections():
+                self.clock.run()
+            return self._outcome([self._group.totals()])
+        shards = self._open_shards()
+        try:
+            return self.run_in_shards(requests, shards)
+        finally:
+            for shard in shards:
+                shard.close()
+
+    def _open_shards(self) -> list[Shard]:
+        """The first process has fewer engines, as it also makes the trace and routes."""
+        numbers = shares(self.spec.engines, self.spec.processes)
+        given = self.spec.engine, self.prices
+        others: list[Shard] = [
+            ProcessShard(*given, each, followed=self._followed) for each in numbers[1:]
+        ]
+        return [*others, LocalShard(*given, numbers[0], followed=self._followed)]
+
+    def run_in_shards(self, requests: Iterable[TraceRequest], shards: Sequence[Shard]) -> Outcome:
+        """As `run`; the last shard works when the others have begun."""
+        self._shard_of = [0] * self.spec.engines
+        for at, shard in enumerate(shards):
+            for number in shard.numbers:
+                self._shard_of[number] = at
+        self._arrivals = [[] for _ in shards]
+        windows = Windows(self.clock, shards, lag_of(self.prices), self._take, self._take_arrivals)
+        self._begin(requests)
+        with rare_collections():
+            windows.run(lambda: self._ended_trace and not self._open)
+        return self._outcome([shard.finish() for shard in shards])
+
+    def _take_arrivals(self, shard: int) -> list[Arrival]:
+        arrivals, self._arrivals[shard] = self._arrivals[shard], []
+        return arrivals
+
+    def _begin(self, requests: Iterable[TraceRequest]) -> None:
         self._requests = iter(requests)
         self._next_arrival()
-        thresholds = gc.get_threshold()
-        gc.freeze()  # the trace and the engines stay: they need not be searched
-        gc.set_threshold(YOUNG_OBJECTS, *thresholds[1:])
-        try:
-            self.clock.run()
-        finally:
-            gc.set_threshold(*thresholds)
-            gc.unfreeze()
-        return self._outcome()
 
     def _next_arrival(self) -> None:
         request = next(self._requests, None)
-        if request is not None:
-            served = Served(request, self.num_arrived, request.arrival)
-            self.num_arrived += 1
-            self.clock.at(request.arrival, self._arrive, served)
-
-    def _arrive(self, served: Served) -> None:
-        self._next_arrival()
-        self._media.update(medium.key for medium in served.request.media)
-        engine = self.router.choose(served)
-        self._by_engine[engine.name] += 1
-        if len(self.engines) > 1:
-            self.clock.after(self.prices.route, engine.arrive, served)
+        if request is None:
+            self._ended_trace = True
         else:
-            engine.arrive(served)
+            self.clock.at(request.arrival, self._arrive, request)
 
-    def _on_end(self, served: Served) -> None:
-        self.router.ended(served)
+    def _arrive(self, request: TraceRequest) -> None:
+        number, self.num_arrived = self.num_arrived, self.num_arrived + 1
+        self._media.update([medium.key for medium in request.media])
+        engine, route = self.router.choose(request, number)
+        engine.num_requests += 1
+        self._by_engine[engine.number] += 1
+        self._open[number] = Sent(request, number, engine, route)
+        moment = self.clock.now + (self.prices.route if len(self._handles) > 1 else 0.0)
+        arrival = Arrival(moment, engine.number, number, request)
+        if self._group is not None:
+            self._group.take(arrival)
+        else:
+            self._arrivals[self._shard_of[engine.number]].append(arrival)
+        self._next_arrival()
+
+    def _take(self, told: Told) -> None:
+        """What engines tell has come."""
+        match told:
+            case Changed():
+                self.router.apply(told.engine, told.changes)
+            case Answered():
+                sent = self._open[told.number]
+                sent.first_token = told.first_token
+                self.router.answered(sent)
+            case Ended():
+                sent = self._open.pop(told.number)
+                sent.ended, sent.failed = told.ended, told.failed
+                sent.cached_tokens, sent.external_tokens = told.cached_tokens, told.external_tokens
+                sent.encoder_runs, sent.processed = told.encoder_runs, told.processed
+                self._end(sent)
+
+    def _end(self, sent: Sent) -> None:
+        sent.engine.num_requests -= 1
+        self.router.ended(sent)
         self.num_ended += 1
-        self._last_end = max(self._last_end, served.ended)
-        request, found = served.request, self._figures
+        self._last_end = max(self._last_end, sent.ended)
+        request, found = sent.request, self._figures
         found.requests += 1
-        found.processed += served.processed
+        found.processed += sent.processed
         found.media += len(request.media)
-        if served.failed:
+        if sent.failed:
             found.failed += 1
         else:
-            self._first.append(served.first_token - served.arrival)
+            self._first.append(sent.first_token - sent.arrival)
             if request.output_tokens > 1:
-                rest = served.ended - served.first_token
+                rest = sent.ended - sent.first_token
                 self._per_token.append(rest / (request.output_tokens - 1))
             found.prompt_tokens += request.prompt_tokens
             found.output_tokens += request.output_tokens
-            found.cached_tokens += served.cached_tokens
-            found.external_tokens += served.external_tokens
-        self._told(served)
+            found.cached_tokens += sent.cached_tokens
+            found.external_tokens += sent.external_tokens
+        self._told(sent)
 
-    def _outcome(self) -> Outcome:
+    def _outcome(self, totals: Sequence[GroupTotals]) -> Outcome:
         found = self._figures
         found.first_token = np.array(self._first)
         found.per_token = np.array(self._per_token)
         found.seconds = self._last_end
         found.distinct_media = len(self._media)
-        found.events = self.clock.num_events
-        for engine in self.engines:
-            stats = engine.scheduler.stats()
-            found.steps += engine.totals.steps
-            found.preemptions += int(stats["num_preemptions_total"])
-            found.encoder_runs += int(stats["encoder_runs_total"])
-        busy = sum(engine.totals.busy for engine in self.engines)
-        found.busy = busy / (len(self.engines) * max(self._last_end, 1e-9))
-        most = max(self._by_engine.values(), default=0)
-        found.most_requests = most * len(self.engines) / max(1, found.requests)
+        found.events = sum(each.events for each in totals)
+        found.steps = sum(each.steps for each in totals)
+        found.preemptions = sum(each.preemptions for each in totals)
+        found.encoder_runs = sum(each.encoder_runs for each in totals)
+        busy = sum(each.busy for each in totals)
+        found.busy = busy / (len(self._handles) * max(self._last_end, 1e-9))
+        most = max(self._by_engine, default=0)
+        found.most_requests = most * len(self._handles) / max(1, found.requests)
         return found
 
     def check_integrity(self) -> None:
         """Raise where a request was lost, or an engine's caches disagree."""
         assert self.num_arrived == self.num_ended == self._figures.requests
-        for engine in self.engines:
-            engine.check_integrity()
+        assert all(handle.num_requests == 0 for handle in self._handles)
+        if self._group is not None:
+            self._group.check_integrity()
         if isinstance(self.router, PriceRouter):
             self.router.router.check_integrity()
+
+
+def shares(engines: int, processes: int) -> list[list[int]]:
+    """Numbers of the engines of each process, of which the first has more to do than others."""
+    first = max(0.0, (1.0 / processes - FRONT_END_SHARE) / (1.0 - FRONT_END_SHARE))
+    of_first = round(engines * first)
+    others = [list(range(of_first + n, engines, processes - 1)) for n in range(processes - 1)]
+    return [list(range(of_first)), *others]
+
+
+def check_spec(spec: FleetSpec, prices: Prices) -> None:
+    """Raises `ConfigError` for a router that there is not, and for more than one process where
+    engines share a tier, or the front-end learns of first tokens at once."""
+    if spec.router not in ROUTERS:
+        raise ConfigError(f"there is no router {spec.router!r}; there are {', '.join(ROUTERS)}")
+    if spec.processes == 1:
+        return
+    tiers = (*spec.engine.kv_tiers, *spec.engine.encoder_tiers)
+    shared = next((tier for tier in tiers if tier.kind in SHARED), None)
+    if shared is not None:
+        raise ConfigError(
+            f"engines share the tier {shared.kind}: one process simulates them all, not"
+            f" {spec.processes}"
+        )
+    if not prices.first_token:
+        raise ConfigError(
+            "a first token that takes no time (first_token of the price list) is simulated by one"
+            f" process, not {spec.processes}"
+        )

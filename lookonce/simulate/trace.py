@@ -79,6 +79,24 @@ def token_ids(request: TraceRequest) -> NDArray[np.int32]:
     return tokens.ravel()[:total].view(np.int32)
 
 
+def block_keys(request: TraceRequest, block_size: int) -> list[bytes]:
+    """A key of 32 bytes for each full block of `block_size` tokens: two are equal where all tokens
+    and media up to the block's end are. So a scheduler can know blocks without hashing tokens."""
+    size = request.block_tokens
+    count = (request.prompt_tokens + request.output_tokens) // block_size
+    lasts = np.arange(block_size - 1, count * block_size, block_size, dtype=np.uint64)
+    keys = np.zeros((count, 4), np.uint64)
+    keys[:, 0] = request.blocks[(lasts // np.uint64(size)).astype(np.intp)]
+    keys[:, 2] = lasts % np.uint64(size)
+    folded = b""
+    for medium in request.media:
+        folded = blake3(b"%b%b%d %d" % (folded, medium.key, medium.offset, medium.length)).digest(8)
+        keys[medium.offset // block_size :, 1] = int.from_bytes(folded, "little")
+    keys[:, 0] ^= keys[:, 1] ^ mix(keys[:, 2])  # routers know a key by its first 8 bytes
+    raw = keys.tobytes()
+    return [raw[at : at + 32] for at in range(0, len(raw), 32)]
+
+
 def mix(numbers: Blocks) -> Blocks:
     """A one-to-one map of 64-bit numbers to such that look random (splitmix64)."""
     mixed = numbers + _GOLDEN

@@ -55,6 +55,17 @@ def test_per_engine_grows_the_trace_with_the_fleet(tmp_path: Path) -> None:
     assert [run["requests"] for run in json.loads(path.read_text())["runs"]] == [5, 15]
 
 
+def test_a_fleet_has_no_more_processes_than_engines() -> None:
+    found = specs_of(Asked(trace="fresh", engines="1,4", processes=2))
+    assert [(spec.engines, spec.processes) for spec in found] == [(1, 1), (4, 2)]
+
+
+def test_what_one_process_alone_can_simulate_is_refused_before_anything_runs() -> None:
+    asked = Asked(trace="fresh", engines="2", kv_tier=("none", "valkey://somewhere"), processes=2)
+    with pytest.raises(ConfigError, match="share the tier valkey"):
+        run_simulate(asked)
+
+
 def test_prompts_are_found_in_whole_blocks(tmp_path: Path) -> None:
     """Two requests with one beginning of 512 tokens, of which whole blocks are found."""
     trace, path = tmp_path / "trace.jsonl", tmp_path / "figures.json"

@@ -16,6 +16,9 @@ PRICES = Prices(
     prompt_row=3e-4,
     prompt_token=5e-5,
     prompt_pair=2e-8,
+    short_prompt=64,
+    long_prompt_row=4e-3,
+    long_prompt_token=3e-5,
     encode_step=0.0,
     encode_item=0.0,
 )
@@ -38,7 +41,7 @@ def steps(count: int) -> list[StepPlan]:
 
 def test_prices_are_found_again_from_what_steps_took() -> None:
     plans = steps(90)
-    amounts = np.array([amounts_of(plan) for plan in plans])
+    amounts = np.array([amounts_of(plan, PRICES.short_prompt) for plan in plans])
     seconds = np.array([PRICES.of_step(plan) for plan in plans])
     found = fit(amounts, seconds)
     wanted = [msgspec.structs.asdict(PRICES)[name] for name in STEP_PRICES]
@@ -62,3 +65,13 @@ def test_steps_that_only_decode_take_what_each_of_them_takes() -> None:
     ]
     context = sum(row.start + 1 for row in rows)
     assert PRICES.of_decodes(4, context, 7) == pytest.approx(sum(each))
+
+
+def test_a_step_keeps_as_many_cores_busy_as_its_parts_do_on_average() -> None:
+    prices = msgspec.structs.replace(PRICES, prompt_threads=2.0)
+    rows = (ScheduledSequence(0, 99, 1, sample=True), ScheduledSequence(1, 0, 20, sample=True))
+    prompt = 3e-4 + 20 * 5e-5 + 210 * 2e-8
+    decoding = 1e-3 + 2e-4 + 100 * 1e-7
+    plan = StepPlan(0, scheduled=rows)
+    assert prices.of_step(plan) == pytest.approx(decoding + prompt)
+    assert prices.threads_of(plan) == pytest.approx((decoding + 2 * prompt) / (decoding + prompt))

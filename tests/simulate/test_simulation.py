@@ -20,9 +20,9 @@ from lookonce.engine.process.grammar import GrammarCompiler
 from lookonce.engine.process_io import EngineSettings
 from lookonce.errors import ConfigError
 from lookonce.simulate.cores import Cores
-from lookonce.simulate.engine import EngineSpec, Served, VirtualClock
+from lookonce.simulate.engine import EngineSpec, VirtualClock
 from lookonce.simulate.prices import Prices
-from lookonce.simulate.simulation import ROUTERS, FleetSpec, Simulation, identity_of
+from lookonce.simulate.simulation import ROUTERS, FleetSpec, Sent, Simulation, identity_of
 from lookonce.simulate.trace import (
     GENERATORS,
     Shape,
@@ -72,10 +72,8 @@ def asked(
     return TraceRequest(arrival, prompt, output, blocks, 16, media)
 
 
-def run(
-    requests: list[TraceRequest], spec: FleetSpec = ONE, prices: Prices = PRICES
-) -> list[Served]:
-    ended: list[Served] = []
+def run(requests: list[TraceRequest], spec: FleetSpec = ONE, prices: Prices = PRICES) -> list[Sent]:
+    ended: list[Sent] = []
     simulation = Simulation(spec, prices, ended.append)
     simulation.run(requests)
     simulation.check_integrity()
@@ -128,6 +126,32 @@ def test_jobs_have_equal_parts_of_the_cores(
         now += (size - before) * max(1.0, (len(sizes) - number) / (count - background))
         before = size
         assert moment == pytest.approx(now)
+
+
+@pytest.mark.parametrize(("threads", "ends"), [(1.0, (2.0, 4.0)), (2.0, (3.0, 5.0))])
+def test_a_job_of_two_threads_has_two_cores_if_nobody_else_wants_them(
+    threads: float, ends: tuple[float, float]
+) -> None:
+    """On two cores; with a job of one thread beside it each thread has two thirds of one."""
+    clock = VirtualClock()
+    cores = Cores(clock, 2.0)
+    ended: list[float] = []
+    cores.run(2.0, lambda: ended.append(clock.now))
+    cores.run(4.0, lambda: ended.append(clock.now), threads=threads)
+    clock.run()
+    assert ended == pytest.approx(ends)
+
+
+def test_an_encoder_run_that_keeps_all_cores_busy_is_slowed_by_what_runs_beside_it() -> None:
+    """The API process works on a second request meanwhile."""
+    prices = msgspec.structs.replace(PRICES, cores=2.0, encode_threads=2.0)
+    requests = [asked(0.0, 64, 1, pictures=1), asked(4.25, 64, 1, name=2)]
+    first, _ = run(requests, prices=prices)
+    # From 4.25 on: 2.5 s of two threads, 1.64 s of one, beside 0.25 s of the API process.
+    threads = (2 * 2.5 + 1.64) / (2.5 + 1.64)
+    busy_for = 0.25 * (threads + 1.0) / 2.0
+    step = busy_for + (4.14 - 0.25)
+    assert first.first_token == pytest.approx(4.25 + step + 0.125)
 
 
 def test_a_picture_is_processed_and_encoded_once() -> None:
@@ -209,6 +233,24 @@ def test_runs_of_steps_equal_single_steps(name: str, gigabytes: float) -> None:
         assert (one.cached_tokens, one.failed) == (other.cached_tokens, other.failed)
 
 
+@pytest.mark.parametrize("name", GENERATORS)
+@pytest.mark.parametrize(("gigabytes", "block_size"), [(0.1, 16), (0.0015, 16), (0.1, 24)])
+def test_keys_of_a_trace_are_as_good_as_hashes_of_tokens(
+    name: str, gigabytes: float, block_size: int
+) -> None:
+    prices = Prices(block_size=block_size)
+    engine = EngineSpec(kv_cache_bytes=int(gigabytes * (1 << 30)))
+    hashing = msgspec.structs.replace(engine, with_tokens=True)
+    requests = list(GENERATORS[name](SHAPE))
+    for engines in (1, 3):
+        by_keys = run(requests, FleetSpec(engines=engines, engine=engine), prices)
+        by_hashes = run(requests, FleetSpec(engines=engines, engine=hashing), prices)
+        for one, other in zip(by_keys, by_hashes, strict=True):
+            assert one.engine.name == other.engine.name
+            assert (one.first_token, one.ended) == (other.first_token, other.ended)
+            assert (one.cached_tokens, one.failed) == (other.cached_tokens, other.failed)
+
+
 @settings(max_examples=25)
 @given(
     st.lists(
@@ -233,7 +275,7 @@ def test_nothing_is_lost_however_requests_come(
 def test_the_price_router_sends_a_known_prompt_to_where_it_is_known() -> None:
     requests = [asked(10.0 * n, 512, 2, name=1 + n % 2) for n in range(12)]
     ended = run(requests, FleetSpec(engines=4))
-    places = {n: {s.engine.name for s in ended[n::2] if s.engine} for n in (0, 1)}
+    places = {n: {s.engine.name for s in ended[n::2]} for n in (0, 1)}
     assert len(places[0]) == len(places[1]) == 1
     assert sum(served.cached_tokens == 0 for served in ended) == 2
 

@@ -9,9 +9,24 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from lookonce.core.mm_features import MultiModalFeatures
+from lookonce.core.request import TokenBuffer, extend_chain
 from lookonce.errors import ConfigError
-from lookonce.simulate.trace import GENERATORS, Shape, TraceRequest, read_trace, token_ids
+from lookonce.simulate.trace import (
+    GENERATORS,
+    Shape,
+    TraceMedium,
+    TraceRequest,
+    block_keys,
+    media_key,
+    number_of,
+    read_trace,
+    token_ids,
+)
+from lookonce.types.media import MediaFeature
 
 SHAPE = Shape(requests=24, rate=4.0, turns=4, seed=3, pictures=5)
 
@@ -123,3 +138,42 @@ def test_popular_pictures_are_shared_and_new_things_are_not() -> None:
     new = list(GENERATORS["fresh"](SHAPE))
     assert len({r.media[0].key for r in new}) == len(new)
     assert shared(new[0], new[1]) == 0
+
+
+PIECE = st.tuples(st.sampled_from(["text", "picture"]), st.integers(0, 1), st.integers(1, 40))
+
+
+@settings(max_examples=60)
+@given(
+    prompts=st.lists(st.lists(PIECE, min_size=1, max_size=4), min_size=2, max_size=5),
+    size=st.sampled_from([4, 16]),
+    block_size=st.sampled_from([4, 6, 16, 32]),
+)
+def test_keys_of_blocks_are_equal_where_hashes_of_their_tokens_are(
+    prompts: list[list[tuple[str, int, int]]], size: int, block_size: int
+) -> None:
+    """Prompts of pieces with two contents each, so that they often begin alike."""
+    keys: list[bytes] = []
+    hashes: list[bytes] = []
+    for pieces in prompts:
+        numbers: list[int] = []
+        media: list[TraceMedium] = []
+        name, at = 0, 0
+        for kind, content, length in pieces:
+            name = number_of(name, kind, content, length)
+            if kind == "picture":
+                media.append(TraceMedium(media_key(content), "image", at, length))
+            at += length
+            del numbers[(at - length) // size :]
+            numbers += [number_of(name, n) for n in range(len(numbers), -(-at // size))]
+        blocks = np.array(numbers, np.uint64)
+        request = TraceRequest(0.0, at, 0, blocks, size, tuple(media))
+        features = MultiModalFeatures(
+            tuple(MediaFeature(m.key, m.modality, m.offset, m.length, m.length) for m in media)
+        )
+        chain: list[bytes] = []
+        tokens = TokenBuffer(token_ids(request))
+        extend_chain(chain, bytes(32), tokens, features, block_size, at // block_size)
+        keys += block_keys(request, block_size)
+        hashes += chain
+    assert [keys.index(key) for key in keys] == [hashes.index(each) for each in hashes]
