@@ -100,6 +100,18 @@ class _Served:
     """Seconds of steps for its weight, counted while others were served, too."""
 
 
+@dataclass(frozen=True, slots=True)
+class _DoneStep:
+    """What a step computed, until it is known how long that took."""
+
+    num_decodes: int
+    num_tokens: int
+    """Of prompts."""
+    encode_owners: EncodeOwners | None
+    """None: it encoded nothing."""
+    measured: bool
+
+
 class DecodeShares:
     """Chooses what a step computes. `cuts_prompts`: whether prompts may be cut anywhere."""
 
@@ -120,6 +132,7 @@ class DecodeShares:
         self.planned_at = 0.0
         """When the last step was chosen for."""
         self._done_at = 0.0
+        self._untimed: dict[int, _DoneStep] = {}
 
     def choose(self, decodes: list[Sequence]) -> list[Sequence]:
         """Of `decodes`, in their order, those that the next step computes: all where one tenant is
@@ -202,28 +215,38 @@ class DecodeShares:
         """
         now, before = self._state.clock(), self._done_at
         self._done_at = now
+        done = _DoneStep(
+            num_decodes=sum(chunk.num_tokens == 1 for chunk in plan.scheduled),
+            num_tokens=sum(chunk.num_tokens for chunk in plan.scheduled if chunk.num_tokens > 1),
+            encode_owners=encode_owners if plan.encode or plan.restore else None,
+            measured=measured,
+        )
         if device_seconds is None:
-            seconds = now - max(planned_at, before)  # it began when the one before ended
-            self._note_seconds(plan, encode_owners, seconds, measured=measured)
-        elif (on_device := dict(device_seconds).get(plan.step_id)) is not None:
-            self._note_seconds(plan, encode_owners, on_device, measured=measured)
+            self._note_seconds(done, now - max(planned_at, before))  # it began when that one ended
+        else:
+            self._untimed[plan.step_id] = done
+            self.note_times(device_seconds)
         if measured:
             self._charge(plan)
 
-    def _note_seconds(
-        self, plan: StepPlan, encode_owners: EncodeOwners, seconds: float, *, measured: bool
-    ) -> None:
-        num_decodes = sum(chunk.num_tokens == 1 for chunk in plan.scheduled)
-        num_tokens = sum(chunk.num_tokens for chunk in plan.scheduled if chunk.num_tokens > 1)
-        if plan.encode or plan.restore:
-            if measured:
+    def note_times(self, device_seconds: Iterable[tuple[int, float]]) -> None:
+        """How long steps took, some of which are told with a later one's result."""
+        if not self._untimed:
+            return
+        for step_id, seconds in device_seconds:
+            if (done := self._untimed.pop(step_id, None)) is not None:
+                self._note_seconds(done, seconds)
+
+    def _note_seconds(self, done: _DoneStep, seconds: float) -> None:
+        if done.encode_owners is not None:
+            if done.measured:
                 fixed, each = self._times.line()
-                known = fixed + each * num_decodes + self._times.prompt_token * num_tokens
-                self._charge_encodes(encode_owners, max(0.0, seconds - known))
-        elif num_tokens >= MIN_SLICE_TOKENS:
-            self._times.note_prompt(num_tokens, num_decodes, seconds)
-        elif measured and num_decodes and not num_tokens:
-            self._times.note(num_decodes, seconds)
+                known = fixed + each * done.num_decodes + self._times.prompt_token * done.num_tokens
+                self._charge_encodes(done.encode_owners, max(0.0, seconds - known))
+        elif done.num_tokens >= MIN_SLICE_TOKENS:
+            self._times.note_prompt(done.num_tokens, done.num_decodes, seconds)
+        elif done.measured and done.num_decodes and not done.num_tokens:
+            self._times.note(done.num_decodes, seconds)
 
     def _charge(self, plan: StepPlan) -> None:
         """Each tenant with what its part of the step costs by itself."""

@@ -142,6 +142,8 @@ class Scheduler:
                 measured=notes.shared,
                 device_seconds=result.device_seconds,
             )
+        elif result.device_seconds:
+            self._planner.decode_shares.note_times(result.device_seconds)
         self._update.update(plan, result, notes, is_ahead=self._planner.is_ahead)
 
     @property

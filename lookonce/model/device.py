@@ -170,10 +170,11 @@ class DeviceTimes:
             self._enqueued.append((step_id, self._begun))
             self._begun = None
 
-    def take(self) -> tuple[tuple[int, float], ...]:
-        """(step, seconds) of those that have ended and were not taken before, in their order."""
+    def take(self, last: int) -> tuple[tuple[int, float], ...]:
+        """(step, seconds) of those up to step `last` that have ended and were not taken before, in
+        their order. Later ones, whose results nobody has yet, stay."""
         taken = []
-        while self._enqueued and self._enqueued[0][1].is_done:
+        while self._enqueued and self._enqueued[0][0] <= last and self._enqueued[0][1].is_done:
             step_id, timer = self._enqueued.popleft()
             taken.append((step_id, timer.seconds))
         return tuple(taken)

@@ -82,6 +82,10 @@ class EncoderRunner:
         self._dtype = dtype
         self.device = device
         self._outputs: dict[bytes, Tensor] = {}
+        self._failed: frozenset[bytes] = frozenset()
+        self.failed: frozenset[bytes] = frozenset()
+        """Items that failed in the last step or in the one before it, whose result was not there
+        when the last one was planned."""
         self._copies = CopyStream(device)
         self._host = HostCopies(self._copies)
         self.lora: RunnerLoRA | None = None
@@ -102,7 +106,7 @@ class EncoderRunner:
         """Move and drop outputs as the plan says, then encode its items. Once `reads` were waited
         for, `check` completes the report. Raises `DeviceLostError` where other ranks have failed
         with other items."""
-        report = EncodeReport()
+        report, failed_before = EncodeReport(), self._failed
         self._host.drop(plan.dropped_host)
         for key in plan.offload:
             self._offload(key, report)
@@ -114,6 +118,8 @@ class EncoderRunner:
         self._encode_all(plan.encode, report, reads)
         if self._group is not None and (plan.encode or plan.restore or plan.received):
             self._compare(report, self._group)
+        self._failed = frozenset(report.failed)
+        self.failed = failed_before | self._failed
         return report
 
     def _compare(self, report: EncodeReport, group: TensorParallelGroup) -> None:

@@ -228,7 +228,7 @@ class Runner:
                 for seq_id, keys in keys_read.items():
                     if any(key in report.failed for key in keys):
                         output.discard(seq_id)
-            return output.result(plan, report, None if times is None else times.take())
+            return output.result(plan, report, None if times is None else times.take(plan.step_id))
 
         return finish
 
@@ -303,7 +303,7 @@ class Runner:
             missing = [key for key in keys if key not in self._encoder]
             if not missing:
                 kept.append(chunk)
-            elif not any(key in failed_items for key in missing):
+            elif not any(key in failed_items or key in self._encoder.failed for key in missing):
                 if self._group is not None:
                     raise DeviceLostError(f"rank {self._group.rank} lacks an encoder output")
                 output.fail(chunk.seq_id, "an encoder output is missing")

@@ -188,6 +188,21 @@ def test_a_step_that_the_device_has_not_ended_tells_no_cost() -> None:
     assert prompt_cost(()) == 0.0
 
 
+def test_a_step_s_cost_is_noted_when_a_later_one_tells_it() -> None:
+    engine = TimedEngine(StepCosts())
+    engine.add(prompt("one", "one", 100))
+    engine.add(prompt("other", "other", 100))
+    shares = engine.scheduler._planner.decode_shares
+    for told in ((), ((1, 0.64), (2, 0.64))):
+        plan = engine.scheduler.plan()
+        assert plan is not None
+        result = engine.runner.execute(plan)
+        assert shares._times.prompt_token == 0.0
+        engine.scheduler.update(plan, msgspec.structs.replace(result, device_seconds=told))
+    assert shares._times.prompt_token > 0.0
+    assert not shares._untimed
+
+
 def test_a_tenant_that_is_alone_again_is_not_limited() -> None:
     engine = TimedEngine()
     busy(engine)

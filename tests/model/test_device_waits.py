@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ import torch
 
 from lookonce.config import ModelConfig
 from lookonce.model.attention.reference import ReferenceBackend
-from lookonce.model.device import CopyStream, StepReads, to_device
+from lookonce.model.device import CopyStream, DeviceTimes, StepReads, to_device
 from lookonce.model.encoder_runner import EncoderRunner, OutputCopier
 from lookonce.model.families.base import ModelFamily
 from lookonce.model.loader import load_model
@@ -190,6 +191,28 @@ def test_preempted_sequences_wait_no_more_often(folder, steps):
         made, steps, budget=64, num_blocks=blocks_for_preemption(cases, 4)
     )
     assert [a.token_ids for a in found.answers] == [a.token_ids for a in expected.answers]
+
+
+def test_the_time_of_a_step_is_told_with_no_result_before_its_own():
+    """The next step may have ended when the result of the one before is made."""
+
+    class Ended:
+        def __init__(self, **_: object) -> None: ...
+        def record(self) -> None: ...
+        def query(self) -> bool:
+            return True
+
+        def elapsed_time(self, _: object) -> float:
+            return 1000.0
+
+    device = SimpleNamespace(type="fast")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lookonce.model.device.new_event", lambda *_, **options: Ended(**options))
+        times = DeviceTimes(device)  # type: ignore[arg-type]
+        for step_id in (1, 2):
+            times.begin()
+            times.end(step_id)
+        assert [times.take(step_id) for step_id in (1, 2, 3)] == [((1, 1.0),), ((2, 1.0),), ()]
 
 
 def test_the_device_tells_what_each_step_took_though_some_are_not_waited_for(folder, monkeypatch):

@@ -291,6 +291,20 @@ def test_an_item_that_no_rank_can_encode_fails_alone():
         assert found.failed.keys() == {b"k" * 32}
 
 
+def test_what_failed_is_known_while_the_next_step_is_computed_and_no_longer():
+    """That step may have been planned before the failure was known."""
+    cpu = torch.device("cpu")
+    encoder = EncoderRunner(OneRankFails(0), torch.float32, cpu)
+    item = ProcessedItem("image", {}, Expansion(((7, 2),), 7))
+    encoder.execute(StepPlan(1, encode=(EncodeItem(b"k" * 32, item),)), StepReads(cpu))
+    known = []
+    for step_id in (2, 3):
+        known.append(encoder.failed)
+        encoder.execute(StepPlan(step_id), StepReads(cpu))
+    assert (known[0], encoder.failed) == ({b"k" * 32}, frozenset())
+    assert known[1] == {b"k" * 32}
+
+
 def test_a_step_that_fails_on_a_rank_ends_the_engine():
     class Broken:
         def begin(self, plan: StepPlan) -> Callable[[], StepResult]:
