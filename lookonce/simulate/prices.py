@@ -100,7 +100,8 @@ class Prices(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         """Cores that a step keeps busy, on average over its time."""
         decoding, prompts, encoding = self._parts_of(plan)
         busy = decoding + self.prompt_threads * prompts + self.encode_threads * encoding
-        return busy / (decoding + prompts + encoding)
+        seconds = decoding + prompts + encoding
+        return busy / seconds if seconds else 1.0
 
     def _parts_of(self, plan: StepPlan) -> tuple[float, float, float]:
         """Seconds of a step: decodes and what each step takes, prompts, encoder runs."""
