@@ -47,7 +47,6 @@ from lookonce.frontend.responses import ErrorBody, ErrorResponse
 from lookonce.server.http.connections import WRITE_NOW
 from lookonce.server.http.request_guard import RequestGuard
 from lookonce.server.http.responses import encode, error_response, error_type
-from lookonce.types.attached_media import ATTACHED_HEADER
 from lookonce.types.lora import LoRAIdentity
 
 logger = logging.getLogger("lookonce.fleet")
@@ -69,7 +68,7 @@ STORED_ID = re.compile(rb'"id"\s*:\s*"((?:resp|conv)_[^"]{1,200})"')
 STORED_PATH = re.compile(r"/v1/(?:responses|conversations)/([^/]+)(?:/.*)?")
 STORING_PATHS = frozenset({"/v1/responses", "/v1/conversations"})
 NAMING_PATHS = frozenset({"/v1/chat/completions"})
-"""Nothing of these requests is stored, so that a picture may come by its name, or behind it all."""
+"""Nothing of these requests is stored, so a picture's name may take its place."""
 BROADCAST_PATHS = frozenset(
     {
         "/inference/v1/abort_requests",
@@ -817,7 +816,7 @@ class _Exchange:
         self.content = b""
         """Its body, until an answer has begun."""
         self.pictures: tuple[InlinePicture, ...] = ()
-        """Of the body, those that are not sent as they stand there."""
+        """Large ones of the body, which may be sent by their names."""
         self.held: EngineAnswerParts | None = None
         """An answer that is given if no other engine has a better one."""
         asked = self.header(b"x-request-id").decode("latin-1")
@@ -843,7 +842,7 @@ class _Exchange:
 
     def sent_on(self, request_id: str) -> Headers:
         """The headers that engines get."""
-        dropped = (b"origin", b"x-request-id", ATTACHED_HEADER)
+        dropped = (b"origin", b"x-request-id")
         kept = [each for each in self._scope["headers"] if each[0] not in dropped]
         return [*kept, (b"x-request-id", request_id.encode("latin-1"))]
 
@@ -869,12 +868,12 @@ class _Exchange:
     async def asking(
         self, member: Member, request_id: str, *, held: Collection[int] = ()
     ) -> AsyncIterator[EngineAnswer]:
-        """The engine's answer to `content`, in which pictures are named that it holds by `held`,
-        and others are attached. A client that leaves meanwhile ends it (`_ClientLeft`)."""
+        """The engine's answer to `content`, in which pictures whose keys are in `held` are named. A
+        client that leaves meanwhile ends it (`_ClientLeft`)."""
         headers = self.sent_on(request_id)
-        sent = body_with_names(self.content, self.pictures, held)
+        sent = body_with_names(self.content, [each for each in self.pictures if each.key in held])
         answer: EngineAnswer = await self._unless_left(
-            member.client.request(self.method, self.target, headers, *sent)
+            member.client.request(self.method, self.target, headers, sent)
         )
         assert self._watch is not None
         self._watch.add_done_callback(answer.abort)
