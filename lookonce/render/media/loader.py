@@ -80,6 +80,10 @@ class LaterBytes(Protocol):
         """They will be asked for: what all of a prompt's items take is judged before any is made,
         and items that lie side by side are made together."""
 
+    def forget(self) -> None:
+        """They need not be made, nor kept, before they are asked for: somebody else makes the item,
+        or its prompt is through."""
+
     async def __call__(self) -> Encoded:
         """Raises a `RequestError`."""
         ...
