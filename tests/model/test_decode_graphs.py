@@ -6,6 +6,8 @@ with the tensors that they had then: what the host decided at capture would stay
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 from torch import Tensor
@@ -16,9 +18,11 @@ from lookonce.engine.process.load_engine import attention_of
 from lookonce.model import runner as runner_module
 from lookonce.model.attention.backend import AttentionCall, AttentionMetadata
 from lookonce.model.attention.reference import ReferenceBackend, write_pages
-from lookonce.model.decode_graphs import CudaGraphs, decode_sizes
+from lookonce.model.decode_graphs import CudaGraphs, DecodeGraphs, decode_sizes
 from lookonce.model.kv_pages import LayerPages
 from lookonce.model.loader import load_model
+from lookonce.model.runner import Runner
+from lookonce.model.step_inputs import StepInputBuilder
 from lookonce.model.text_model import TextModel
 from tests.support.device import ON_CUDA
 from tests.support.model.cases import ALL_MODELS, CaseMaker
@@ -153,6 +157,42 @@ def test_sizes_without_memory_are_computed_one_operation_after_the_other(folder)
     expected = serve(loaded, cases, **options)
     found = serve(loaded, cases, decode_sizes=SIZES, capture=lambda body: None, **options)
     assert answers(found) == answers(expected)
+
+
+def test_the_time_of_a_step_has_none_of_what_the_host_prepares(folder, monkeypatch):
+    """The device may be idle while inputs are built and buffers filled: here that takes an hour."""
+    hours, begin, told = 0, Runner.begin, []
+
+    def an_hour(inner):
+        def taking(*args):
+            nonlocal hours
+            hours += 1
+            return inner(*args)
+
+        return taking
+
+    def noting(self, plan):
+        finish = begin(self, plan)
+
+        def finished():
+            result = finish()
+            told.extend(seconds for _, seconds in result.device_seconds)
+            return result
+
+        return finished
+
+    with simulated_device() as (device, seen):
+        there, cases = loaded_with_cases(folder("llama"), str(device))
+        monkeypatch.setattr(StepInputBuilder, "build", an_hour(StepInputBuilder.build))
+        monkeypatch.setattr(DecodeGraphs, "_fill", an_hour(DecodeGraphs._fill))
+        monkeypatch.setattr(Runner, "begin", noting)
+        monkeypatch.setattr(time, "perf_counter", lambda: 3600.0 * hours)
+        graphs = SimulatedGraphs(seen)
+        options = {"num_tokens": 4, "budget": 48, "decode_sizes": SIZES, "capture": graphs}
+        serve(there, cases, backend=PaddedBackend(), overlapped=True, **options)
+    assert graphs.num_replayed > 0
+    assert len(told) > graphs.num_replayed
+    assert set(told) == {0.0}
 
 
 @pytest.mark.skipif(not ON_CUDA, reason="only a GPU has them: make test-cuda")
