@@ -53,7 +53,7 @@ from tests.support.model.chats import PoolInProcess, chat_case
 from tests.support.render import hugging_face
 
 NUM_TOKENS = 24
-NEAR_TIE = 1e-4
+NEAR_TIE = MAX_LOGIT_ERROR
 """Logit gap between the two best tokens below which two computations may differ."""
 
 TEXT = "Tell me about this please "
