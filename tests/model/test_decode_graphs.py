@@ -28,6 +28,7 @@ from tests.support.device import ON_CUDA
 from tests.support.model.cases import ALL_MODELS, CaseMaker
 from tests.support.model.serving import (
     answers,
+    assert_same_in_bfloat16,
     blocks_for_preemption,
     loaded_with_cases,
     media_cases,
@@ -228,4 +229,20 @@ def test_what_a_server_computes_is_the_same_with_graphs_and_without(kind, folder
             found = serve(
                 loaded, cases, decode_sizes=SIZES, capture=graphs, overlapped=overlapped, **options
             )
-            assert answers(found) == answers(expected)
+            assert_same_in_bfloat16(found.answers, expected.answers)
+
+
+def test_in_bfloat16_padding_changes_no_more_than_rounding_and_a_wrong_page_more(
+    folder, monkeypatch
+):
+    """What the comparison above takes for the same, and the control."""
+    loaded = load_model(ModelConfig(str(folder("llama")), "test", dtype="bfloat16"))
+    _, cases = loaded_with_cases(folder("llama"))
+    options = {"backend": ReferenceBackend(), "budget": 48, "num_blocks": 64, "overlapped": False}
+    expected = serve(loaded, cases, **options)
+    found = serve(loaded, cases, decode_sizes=(8,), **options)
+    assert_same_in_bfloat16(found.answers, expected.answers)
+    monkeypatch.setattr(runner_module, "SCRATCH_BLOCKS", 65)
+    found = serve(loaded, cases, decode_sizes=(8,), **options)
+    with pytest.raises(AssertionError):
+        assert_same_in_bfloat16(found.answers, expected.answers)
