@@ -99,21 +99,26 @@ test-models: $(STAMP)
 	  tests/benchmarks/test_cpu.py tests/render/test_sandbox.py tests/server/routes/test_render.py tests/end_to_end/test_general_media.py
 
 # On the first NVIDIA GPU: the answers of a CPU, from every family, with graphs and without; tiers, offloads and
-# kills on a real server; then what it reaches. Skipped by name without one; TEST_DEVICE=cpu does the same on a CPU.
+# kills on a real server in float32, which the reference attention computes; one answer of a server as it is by
+# default there (paged attention, graphs); then what it reaches. What follows a failure is run all the same. Skipped by
+# name without a GPU; TEST_DEVICE=cpu does the same on a CPU.
 TEST_DEVICE ?= cuda
 CUDA_TESTS := $(addprefix tests/model/test_,device_waits.py overlapped_steps.py decode_graphs.py attention_varlen.py parity.py) \
-  $(addprefix tests/end_to_end/test_,kv_tiers.py chaos.py)
+  $(addprefix tests/end_to_end/test_,kv_tiers.py chaos.py default_dtype.py)
 CUDA_DOCTOR := $(if $(filter cpu,$(TEST_DEVICE)),,--gpu)
 CUDA_ENGINE := $(if $(filter cpu,$(TEST_DEVICE)),--scale tiny --batches 1 8 --turns 1,--batches 1 8 64 256)
 CUDA_SERVE := $(if $(filter cpu,$(TEST_DEVICE)),--requests 16 --warm-up 4,--requests 256)
 test-cuda: $(STAMP)
-	@if test "$(TEST_DEVICE)" = cpu || $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
-	  $(BIN)/lookonce doctor $(CUDA_DOCTOR) && \
-	  TEST_DEVICE=$(TEST_DEVICE) ALL_MODELS=1 $(BIN)/python -m pytest --timeout 900 -n0 $(CUDA_TESTS) && \
-	  $(BIN)/lookonce bench engine --device $(TEST_DEVICE) $(CUDA_ENGINE) && \
-	  $(BIN)/lookonce bench look --device $(TEST_DEVICE) --counts 1 --repeats 5 && \
-	  $(BIN)/lookonce bench serve --device $(TEST_DEVICE) $(CUDA_SERVE); \
-	else echo "test-cuda: skipped, torch finds no NVIDIA GPU here"; fi
+	@test "$(TEST_DEVICE)" = cpu || $(BIN)/python -c 'import sys, torch; sys.exit(0 if torch.cuda.is_available() else 3)'; found=$$?; \
+	  test $$found -ne 3 || { echo "test-cuda: skipped, torch finds no NVIDIA GPU here"; exit 0; }; \
+	  test $$found -eq 0 || { echo "test-cuda: torch cannot be imported, see above" >&2; exit 1; }; \
+	  failed=; \
+	  $(BIN)/lookonce doctor $(CUDA_DOCTOR) || failed="$$failed doctor"; \
+	  TEST_DEVICE=$(TEST_DEVICE) ALL_MODELS=1 $(BIN)/python -m pytest --timeout 900 -n0 $(CUDA_TESTS) || failed="$$failed tests"; \
+	  $(BIN)/lookonce bench engine --device $(TEST_DEVICE) $(CUDA_ENGINE) || failed="$$failed bench-engine"; \
+	  $(BIN)/lookonce bench look --device $(TEST_DEVICE) --counts 1 --repeats 5 || failed="$$failed bench-look"; \
+	  $(BIN)/lookonce bench serve --device $(TEST_DEVICE) $(CUDA_SERVE) || failed="$$failed bench-serve"; \
+	  test -z "$$failed" || { echo "test-cuda: failed:$$failed" >&2; exit 1; }
 
 # Two processes that compute one model, on the CPU: a real server's answers, and what becomes of it when one dies.
 test-tensor-parallel: $(STAMP)

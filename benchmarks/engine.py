@@ -14,8 +14,11 @@ server would also write HTTP.
 
 With `--device` the table is of the clock instead, on that device, beside transformers there:
 
-step ms    of a decode step, and how much of it the device works on it (on a CPU: the runner)
-host       the rest: the share of the time in which the device has no step
+step ms    of a decode step
+span ms    of it, from its first operation on the device to the end of its last (on a CPU: the
+           runner); where the host launches them one by one and is late, the device waits within
+between    the rest: the share of the time in which the device has no step; it is all that the host
+           costs where a step is one graph, and less than that elsewhere
 bandwidth  bytes of weights, keys and values that a step reads, over what a copy on the device moves
 arithmetic operations of a step, over those of a product of large matrices
 
@@ -52,9 +55,9 @@ from transformers import (
 from transformers.utils.logging import disable_progress_bar
 
 from benchmarks.engine_process import (
-    DEVICE_SECONDS,
     MODEL_SECONDS,
     PROCESS_SECONDS,
+    SPAN_SECONDS,
     WALL_SECONDS,
 )
 from benchmarks.report import Report, median, publish
@@ -70,6 +73,7 @@ from lookonce.engine.client.delta_stream import DeltaStream
 from lookonce.engine.client.engine_client import EngineClient
 from lookonce.engine.process_io import EngineSettings
 from lookonce.engine.supervisor.engine_supervisor import EngineSupervisor
+from lookonce.model.device import current_device
 from lookonce.render.prompt.detokenizer import Detokenizer
 from lookonce.render.prompt.tokenizer import Tokenizer
 from lookonce.types.request import RenderedPrompt
@@ -141,7 +145,8 @@ def on_device(options: argparse.Namespace) -> Report:
 async def measure_device(model: ModelConfig, batches: Sequence[int], turns: int) -> Report:
     """One row per batch size."""
     torch.set_num_threads(1)
-    columns = ("batch", "step ms", "device ms", "host", "our tok/s", "HF tok/s", "ratio")
+    current_device(model.device)
+    columns = ("batch", "step ms", "span ms", "between", "our tok/s", "HF tok/s", "ratio")
     report = Report("engine, on a device", (*columns, "bandwidth", "arithmetic"))
     theirs = _TransformersLoop(model.folder, model.device, model.dtype)
     peak = _Peaks.of(torch.device(model.device), theirs.dtype)
@@ -156,7 +161,7 @@ async def measure_device(model: ModelConfig, batches: Sequence[int], turns: int)
             await ours.decode(batch, PROMPT_TOKENS, STEPS)
             theirs.decode(batch, PROMPT_TOKENS, STEPS, time.perf_counter)
             turned = [await ours.decode(batch, PROMPT_TOKENS, STEPS) for _ in range(turns)]
-            wall, device = (median([getattr(t, n) for t in turned]) for n in ("wall", "device"))
+            wall, span = (median([getattr(t, n) for t in turned]) for n in ("wall", "span"))
             their_wall = median(
                 [
                     theirs.decode(batch, PROMPT_TOKENS, STEPS, time.perf_counter)
@@ -167,8 +172,8 @@ async def measure_device(model: ModelConfig, batches: Sequence[int], turns: int)
             report.add(
                 batch,
                 wall * 1e3,
-                device * 1e3,
-                max(0.0, 1 - device / wall),
+                span * 1e3,
+                max(0.0, 1 - span / wall),
                 batch / wall,
                 batch / their_wall,
                 their_wall / wall,
@@ -317,7 +322,7 @@ class EngineUnderTest:
             used.engine / made,
             used.client * batch / read,
             used.wall / made,
-            used.device / made,
+            used.span / made,
         )
 
     async def _clocks(self) -> _Clocks:
@@ -328,7 +333,7 @@ class EngineUnderTest:
             engine=stats[PROCESS_SECONDS] - stats[MODEL_SECONDS],
             client=time.process_time(),
             wall=stats[WALL_SECONDS],
-            device=stats[DEVICE_SECONDS],
+            span=stats[SPAN_SECONDS],
             tokens=stats["generation_tokens_total"],
         )
 
@@ -357,8 +362,9 @@ class StepCost(NamedTuple):
     """CPU seconds in the client's process."""
     wall: float
     """Seconds of the clock."""
-    device: float
-    """Seconds of the device, or on a CPU of the runner."""
+    span: float
+    """Seconds from a step's first operation on the device to the end of its last; on a CPU, of the
+    runner."""
 
 
 class _Clocks(NamedTuple):
@@ -368,7 +374,7 @@ class _Clocks(NamedTuple):
     engine: float
     client: float
     wall: float
-    device: float
+    span: float
     tokens: float
 
 

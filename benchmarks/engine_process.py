@@ -32,8 +32,9 @@ PROCESS_SECONDS = "bench_process_cpu_seconds"
 """CPU time of all threads of the engine process."""
 WALL_SECONDS = "bench_wall_seconds"
 """The engine process's clock."""
-DEVICE_SECONDS = "bench_device_seconds"
-"""Time of the device on steps that only decode; on a CPU, time of the runner."""
+SPAN_SECONDS = "bench_span_seconds"
+"""From the first operation of each step that only decodes to the end of its last one, on the
+device; on a CPU, time of the runner."""
 NUM_TOKENS = 65536
 """Of the KV cache; each sequence has room for two blocks at least."""
 
@@ -75,7 +76,7 @@ def build(settings: EngineSettings, progress: Progress) -> tuple[EngineCore, Req
     runner.logits = watch.around(runner.logits)  # type: ignore[method-assign]
     core, preprocessor = assemble(loaded.info, runner, settings, pool)
     load = core.load = Load()
-    core.add_figures = lambda: {**watch.figures(), DEVICE_SECONDS: load.decode_seconds}
+    core.add_figures = lambda: {**watch.figures(), SPAN_SECONDS: load.decode_seconds}
     gc.collect()
     gc.freeze()
     return core, preprocessor

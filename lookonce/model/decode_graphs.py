@@ -111,9 +111,12 @@ class DecodeGraphs:
                 return
             self._graphs[size] = graph
 
-    def logits(self, inputs: StepInputs) -> Tensor | None:
+    def logits(
+        self, inputs: StepInputs, computing: Callable[[], None] = lambda: None
+    ) -> Tensor | None:
         """Logits [B, V] of a decode step, valid until the next call; None for a step that is larger
-        than every size, or whose size could not be captured."""
+        than every size, or whose size could not be captured. `computing` is called when the buffers
+        are filled, before the model's first operation."""
         count = len(inputs.token_ids)
         at = bisect_left(self._sizes, count)
         if at == len(self._sizes):
@@ -124,6 +127,7 @@ class DecodeGraphs:
             return None
         self._fill(inputs, count)
         self._fill_padding(count, size)
+        computing()
         if graph is not None:
             return graph()[:count]
         lengths = (*inputs.metadata.context_lens, *(1,) * (size - count))

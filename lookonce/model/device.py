@@ -23,8 +23,8 @@ def to_device(
 ) -> Tensor:
     """Values of the host on `device`, in `dtype` (None: their own), through pinned memory.
 
-    On a CPU memory is shared where it can be. Memory that was pinned may be freed at once: the
-    allocator keeps it until the copy is done.
+    On a CPU memory is shared where it can be. Memory that was pinned may be freed at once, as the
+    allocator keeps it until the copy is done, and must not be written before the copy has ended.
     """
     host = torch.from_numpy(values) if isinstance(values, np.ndarray) else values
     if device.type == "cpu" or host.device == device:
@@ -81,8 +81,17 @@ class CopyStream:
             self._stream.synchronize()
 
 
+def current_device(name: str) -> torch.device:
+    """The device of that name, numbered: from now on it is the current one of this thread, to whose
+    stream events are recorded and whose work is captured."""
+    device = torch.empty(0, device=name).device
+    if device.type != "cpu":
+        torch.get_device_module(device).set_device(device)
+    return device
+
+
 def new_event(device: torch.device, *, timed: bool = False) -> Any:
-    """An event of the device's stream; None on a CPU, where nothing is enqueued."""
+    """An event of the current device's stream; None on a CPU, where nothing is enqueued."""
     if device.type == "cpu":
         return None
     module = torch.get_device_module(device)
@@ -149,9 +158,11 @@ class DeviceTimer:
 
 
 class DeviceTimes:
-    """How long an accelerator works on each step: asked for when it has ended, never waited for.
+    """How long each step takes on an accelerator, from its first operation to the end of its last:
+    asked for when it has ended, never waited for.
 
-    The host's clock cannot tell it: a step that samples nothing has no result to wait for.
+    The host's clock cannot tell it: a step that samples nothing has no result to wait for. A device
+    that is idle while the host enqueues the operations of a step one by one waits within that time.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -160,15 +171,20 @@ class DeviceTimes:
         self._enqueued: deque[tuple[int, DeviceTimer]] = deque()
 
     def begin(self) -> None:
-        """A step begins."""
-        self._begun = DeviceTimer(self._device)
+        """A step begins. One that raised before its `end` has no time."""
+        self._begun = None
+
+    def working(self) -> None:
+        """An operation of the step is enqueued next. Its time begins with the first one: while the
+        host still builds its inputs, the device may have nothing to do."""
+        if self._begun is None:
+            self._begun = DeviceTimer(self._device)
 
     def end(self, step_id: int) -> None:
-        """All of the step that was begun is enqueued. One that raised before has no time."""
-        if self._begun is not None:
-            self._begun.stop()
-            self._enqueued.append((step_id, self._begun))
-            self._begun = None
+        """All of the step that was begun is enqueued."""
+        timer = self._begun or DeviceTimer(self._device)  # it may have had no operation
+        timer.stop()
+        self._enqueued.append((step_id, timer))
 
     def take(self, last: int) -> tuple[tuple[int, float], ...]:
         """(step, seconds) of those up to step `last` that have ended and were not taken before, in

@@ -26,6 +26,7 @@ from lookonce.config import ModelConfig
 from lookonce.errors import ModelLoadError
 from lookonce.model.attention.hf_attention import ATTENTION_NAME, set_text_attention
 from lookonce.model.bf16_products import widen_products
+from lookonce.model.device import current_device
 from lookonce.model.encoder_runner import DTYPES
 from lookonce.model.families.base import Model, ModelFamily
 from lookonce.model.families.general import GeneralMediaFamily, GeneralTextFamily
@@ -96,7 +97,8 @@ def load_model(
     """Load weights and bind them to their family.
 
     `examples` makes prompts for the comparison of a model with media that has no family of its own.
-    With `group` only this rank's part of the decoder is kept.
+    With `group` only this rank's part of the decoder is kept. The model's device is the current one
+    of this thread from then on.
 
     Raises `ModelLoadError` that says what is wrong: no such folder, a broken config, a model type,
     quantization or rope that is not supported, no safetensors, missing or unknown weights, or a bad
@@ -108,7 +110,7 @@ def load_model(
     if pooling is not None and raw_config["model_type"] in TRANSCRIBES_ONLY:
         raise ModelLoadError("this model transcribes and gives no embeddings: leave out --pooling")
     family_class = family_for(raw_config)
-    dtype, device = DTYPES[config.dtype], torch.empty(0, device=config.device).device  # numbered
+    dtype, device = DTYPES[config.dtype], current_device(config.device)
     if dtype == torch.float32:  # cuDNN would compute convolutions with 10 bits of mantissa
         torch.backends.cudnn.allow_tf32 = False
     declared = _declared_quantization(raw_config)

@@ -202,6 +202,8 @@ class Runner:
             else:
                 self._extend(change)
         reads = StepReads(self._device)
+        if plan.encode or plan.restore or plan.offload or plan.received:
+            self._working()
         report = self._encoder.execute(plan, reads)
         for chunk in plan.scheduled:
             if chunk.new_block_ids:
@@ -209,6 +211,7 @@ class Runner:
         output = _StepOutput(reads)
         computable = self._computable(plan.scheduled, report.failed, output)
         if self.frame_rows is not None:  # rows of what is not finite are not added to a session's
+            self._working()
             reads.wait()
             self._encoder.check(report)
             computable = self._with_rows(self.frame_rows, computable, report.failed, output)
@@ -231,6 +234,11 @@ class Runner:
             return output.result(plan, report, None if times is None else times.take(plan.step_id))
 
         return finish
+
+    def _working(self) -> None:
+        """The device's work on the step begins, unless it has."""
+        if self._times is not None:
+            self._times.working()
 
     def _remove(self, seq_ids: Sequence[int]) -> None:
         self._sampled.remove(seq_ids)
@@ -282,6 +290,7 @@ class Runner:
             self.frame_rows.drop(change)
         rotated = self._batch.drop(change)
         if change.reanchor and self._rotation is not None:
+            self._working()
             self._rotation.move(self._kv_pages, change.moved, rotated)
 
     def _computable(
@@ -360,12 +369,14 @@ class Runner:
         self, inputs: StepInputs, chunks: Sequence[ScheduledSequence], output: _StepOutput
     ) -> None:
         if self._pooler is not None:
+            self._working()
             output.add_pooled(self._pooler.pool(self._hidden_states(inputs), chunks, output.reads))
             return
         sampled = [chunk for chunk in chunks if chunk.sample]
         seq_ids = [chunk.seq_id for chunk in sampled]
         hidden, parts = None, self._prompt_logprobs.parts(chunks)
         if parts:
+            self._working()
             recordings = self._aligner.recordings(chunks)
             hidden = self.text_model.hidden_states(
                 inputs, self._encoder_rows(inputs), self._cross_states(inputs, recordings)
@@ -441,9 +452,10 @@ class Runner:
         if hidden is not None:
             return self.text_model.compute_logits(sampled_rows(hidden, inputs))
         if self._graphs is not None and is_plain_decode(inputs):
-            logits = self._graphs.logits(inputs)
+            logits = self._graphs.logits(inputs, self._working)
             if logits is not None:
                 return logits
+        self._working()
         return self.text_model(inputs, self._encoder_rows(inputs), self._cross_states(inputs))
 
     def _cross_states(

@@ -430,12 +430,11 @@ class StaticBuffer:
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
         self._on_cpu = device.type == "cpu"
-        self._host = self._device = self._packed = torch.zeros(
-            shape, dtype=dtype, pin_memory=not self._on_cpu
-        )
+        self._host = self._device = torch.zeros(shape, dtype=dtype, pin_memory=not self._on_cpu)
         if not self._on_cpu:
             self._device = torch.zeros(shape, dtype=dtype, device=device)
-            self._packed = torch.zeros(shape, dtype=dtype, pin_memory=True)
+        self._packed: Tensor | None = None
+        """Pinned, once a part was used that is not contiguous."""
         self._views: dict[tuple[int, ...], _Pushed] = {}
         self.host = self._host.numpy()
 
@@ -458,6 +457,8 @@ class StaticBuffer:
         if self._on_cpu or source.is_contiguous():
             pushed = _Pushed(_first(self._device, used), source, source)
         else:
+            if self._packed is None:
+                self._packed = torch.empty_like(self._host, pin_memory=True)
             view, packed = (
                 memory.view(-1)[: source.numel()].view(source.shape)
                 for memory in (self._device, self._packed)

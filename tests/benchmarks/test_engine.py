@@ -23,7 +23,7 @@ def test_a_turn_tells_model_engine_and_client_apart(folder):
     assert turn.model > 0
     assert turn.engine > 0
     assert turn.client > 0
-    assert 0 < turn.device < turn.wall
+    assert 0 < turn.span < turn.wall
 
 
 def test_a_device_is_measured_by_the_clock(folder):
@@ -33,7 +33,7 @@ def test_a_device_is_measured_by_the_clock(folder):
     assert [row[0] for row in report.rows] == [1, 2]
     for row in report.rows:
         shares = dict(zip(report.columns, row, strict=True))
-        assert 0 <= shares["host"] < 1
+        assert 0 <= shares["between"] < 1
         assert all(shares[name] > 0 for name in ("step ms", "ratio", "bandwidth", "arithmetic"))
 
 

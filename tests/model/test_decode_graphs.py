@@ -6,6 +6,8 @@ with the tensors that they had then: what the host decided at capture would stay
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 from torch import Tensor
@@ -16,14 +18,17 @@ from lookonce.engine.process.load_engine import attention_of
 from lookonce.model import runner as runner_module
 from lookonce.model.attention.backend import AttentionCall, AttentionMetadata
 from lookonce.model.attention.reference import ReferenceBackend, write_pages
-from lookonce.model.decode_graphs import CudaGraphs, decode_sizes
+from lookonce.model.decode_graphs import CudaGraphs, DecodeGraphs, decode_sizes
 from lookonce.model.kv_pages import LayerPages
 from lookonce.model.loader import load_model
+from lookonce.model.runner import Runner
+from lookonce.model.step_inputs import StepInputBuilder
 from lookonce.model.text_model import TextModel
 from tests.support.device import ON_CUDA
 from tests.support.model.cases import ALL_MODELS, CaseMaker
 from tests.support.model.serving import (
     answers,
+    assert_same_in_bfloat16,
     blocks_for_preemption,
     loaded_with_cases,
     media_cases,
@@ -155,6 +160,42 @@ def test_sizes_without_memory_are_computed_one_operation_after_the_other(folder)
     assert answers(found) == answers(expected)
 
 
+def test_the_time_of_a_step_has_none_of_what_the_host_prepares(folder, monkeypatch):
+    """The device may be idle while inputs are built and buffers filled: here that takes an hour."""
+    hours, begin, told = 0, Runner.begin, []
+
+    def an_hour(inner):
+        def taking(*args):
+            nonlocal hours
+            hours += 1
+            return inner(*args)
+
+        return taking
+
+    def noting(self, plan):
+        finish = begin(self, plan)
+
+        def finished():
+            result = finish()
+            told.extend(seconds for _, seconds in result.device_seconds)
+            return result
+
+        return finished
+
+    with simulated_device() as (device, seen):
+        there, cases = loaded_with_cases(folder("llama"), str(device))
+        monkeypatch.setattr(StepInputBuilder, "build", an_hour(StepInputBuilder.build))
+        monkeypatch.setattr(DecodeGraphs, "_fill", an_hour(DecodeGraphs._fill))
+        monkeypatch.setattr(Runner, "begin", noting)
+        monkeypatch.setattr(time, "perf_counter", lambda: 3600.0 * hours)
+        graphs = SimulatedGraphs(seen)
+        options = {"num_tokens": 4, "budget": 48, "decode_sizes": SIZES, "capture": graphs}
+        serve(there, cases, backend=PaddedBackend(), overlapped=True, **options)
+    assert graphs.num_replayed > 0
+    assert len(told) > graphs.num_replayed
+    assert set(told) == {0.0}
+
+
 @pytest.mark.skipif(not ON_CUDA, reason="only a GPU has them: make test-cuda")
 @pytest.mark.parametrize("overlapped", [False, True])
 def test_cuda_graphs_give_the_same_answers(folder, overlapped):
@@ -188,4 +229,20 @@ def test_what_a_server_computes_is_the_same_with_graphs_and_without(kind, folder
             found = serve(
                 loaded, cases, decode_sizes=SIZES, capture=graphs, overlapped=overlapped, **options
             )
-            assert answers(found) == answers(expected)
+            assert_same_in_bfloat16(found.answers, expected.answers)
+
+
+def test_in_bfloat16_padding_changes_no_more_than_rounding_and_a_wrong_page_more(
+    folder, monkeypatch
+):
+    """What the comparison above takes for the same, and the control."""
+    loaded = load_model(ModelConfig(str(folder("llama")), "test", dtype="bfloat16"))
+    _, cases = loaded_with_cases(folder("llama"))
+    options = {"backend": ReferenceBackend(), "budget": 48, "num_blocks": 64, "overlapped": False}
+    expected = serve(loaded, cases, **options)
+    found = serve(loaded, cases, decode_sizes=(8,), **options)
+    assert_same_in_bfloat16(found.answers, expected.answers)
+    monkeypatch.setattr(runner_module, "SCRATCH_BLOCKS", 65)
+    found = serve(loaded, cases, decode_sizes=(8,), **options)
+    with pytest.raises(AssertionError):
+        assert_same_in_bfloat16(found.answers, expected.answers)

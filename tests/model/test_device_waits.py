@@ -157,6 +157,15 @@ def test_outputs_that_were_offloaded_come_back_without_a_wait(folder, steps):
     assert [a.token_ids for a in found.answers] == [a.token_ids for a in expected.answers]
 
 
+def test_a_model_s_device_is_the_current_one(folder):
+    """Events are recorded to its stream."""
+    with simulated_device() as (device, _):
+        module = torch.get_device_module(device)
+        module.chosen = None
+        load_model(ModelConfig(str(folder("llama")), "t", device=str(device)))
+        assert module.chosen == device
+
+
 def taken_and_brought_back(values: torch.Tensor) -> torch.Tensor:
     """A copy to the host that is read on the device again."""
     copies = CopyStream(values.device)
@@ -164,7 +173,7 @@ def taken_and_brought_back(values: torch.Tensor) -> torch.Tensor:
 
 
 def test_what_a_copy_stream_brings_is_what_it_took():
-    with simulated_device() as (device, seen), seen.refusing():
+    with accelerator() as (device, seen), seen.refusing():
         values = torch.arange(4, device=device)
         back = taken_and_brought_back(values)
         values.zero_()
@@ -175,12 +184,12 @@ def test_what_a_copy_stream_brings_is_what_it_took():
 
 
 def test_an_output_for_a_tier_is_copied_beside_the_steps():
-    with simulated_device() as (device, seen):
+    with accelerator() as (device, seen):
         encoder = EncoderRunner(ModelFamily, torch.float32, device)  # type: ignore[arg-type]
         output = to_device(torch.arange(8.0).view(2, 4), device)
         encoder._outputs[b"a"] = output
         copier, out = OutputCopier(encoder), bytearray(32)
-        with seen.refusing():
+        with nullcontext() if ON_CUDA else seen.refusing():  # torch refuses any wait for a stream
             copier.copy(copier.pin(b"a"), memoryview(out))
         assert np.frombuffer(out, np.float32).tolist() == list(range(8))
 
@@ -419,6 +428,18 @@ def test_a_buffer_is_pushed_by_one_copy_whatever_part_of_it_is_used():
                 pushed = buffer.push(*used)
             assert pushed.tolist() == buffer.host[:rows, : used[-1]].tolist()
             assert seen.num_uploads - before == 1
+
+
+def test_memory_to_pack_rows_in_is_pinned_when_rows_are_packed():
+    with simulated_device() as (device, seen):
+        before = len(seen._pinned)
+        flat, table = (StaticBuffer(shape, torch.int32, device) for shape in ((6,), (6, 5)))
+        flat.push(3)
+        table.push(3, 5)
+        assert len(seen._pinned) == before + 2
+        table.push(4, 2)
+        table.push(3, 2)
+        assert len(seen._pinned) == before + 3
 
 
 def test_prompt_scores_of_several_slices_are_read_once(monkeypatch):

@@ -170,6 +170,9 @@ class _Module:
     def current_device(self) -> int:
         return 0
 
+    def set_device(self, device: object) -> None:
+        self.chosen = device
+
     def _is_in_bad_fork(self) -> bool:
         return False
 
@@ -449,5 +452,5 @@ def accelerator() -> Iterator[tuple[torch.device, Watch | CudaWatch]]:
         with simulated_device() as simulated:
             yield simulated
         return
-    with torch.inference_mode():
+    with torch.inference_mode(), torch.cuda.device(DEVICE):
         yield torch.device(DEVICE), CudaWatch()

@@ -154,8 +154,6 @@ def _load_fitted(
     group: TensorParallelGroup | None = None,
 ) -> FittedModel:
     examples = partial(media_examples, model.folder, model.dtype)
-    if (device := torch.device(model.device)).type == "cuda" and device.index is not None:
-        torch.cuda.set_device(device)  # events and captures are of the current device
     loaded = load_model(model, progress, examples, group)
     backend, block_size = attention_of(loaded, settings.kv)
     num_blocks = _num_blocks(loaded, settings.kv, block_size)
