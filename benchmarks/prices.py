@@ -5,6 +5,7 @@ steps     the engine without a server: decodes side by side, prompts in chunks, 
           seconds by a least-squares fit without negative prices
 tiers     prompts of two lengths that come back from host memory and from a disk
 decodes   a server's answers, one and eight at a time, after short and long prompts
+cores     fixed work in one process, and in as many as there are cores
 requests  a server that is asked one thing after another, with pauses: first tokens by the prompt's
           length, what of it is new, and pictures that are known, by a fit; the CPU time of its API
           process for a request and for each token that it streams; what a new picture takes beyond
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import multiprocessing
 import os
 import tempfile
 import time
@@ -46,6 +48,7 @@ PROMPTS = (16, 48, 100, 200, 400, 800)
 ANSWER = 48
 REPEATS = 3
 TIER_LENGTHS, TIER_LOADS, TIER_BYTES = (100, 1500), 12, 256 << 20
+CORE_REPEATS, WORK_ROUNDS = 7, 1000
 ASKED = 30
 """Requests of each kind to the server."""
 SHORT_PROMPT = MAX_TOKENS
@@ -345,7 +348,7 @@ def ask_kinds(server: RunningServer) -> Kinds:
         return kind(lambda n: body(f"{n}: {words(length, n)}", 2))
 
     def continued(tail: int) -> Asked:
-        return kind(lambda n: body(f"{words(300)} {n}: {words(tail, n)}", 2))
+        return kind(lambda n: body(f"{words(300)} {tail}/{n}: {words(tail, n)}", 2))
 
     def pictures(size: str, known: bool) -> Asked:
         made = distinct_pictures(ASKED + 9, size, "JPEG", first=10)
@@ -428,6 +431,38 @@ def _threads(cpu_seconds: float, seconds: float) -> float:
     return min(float(len(os.sched_getaffinity(0))), max(1.0, cpu_seconds / max(seconds, 1e-9)))
 
 
+# --- the machine --------------------------------------------------------------------------------
+
+
+def measure_cores() -> float:
+    """How many times the work of one core all cores do together: cores that a hypervisor makes of
+    the threads of one, or that share its memory, are not that many."""
+    count = len(os.sched_getaffinity(0))
+    context = multiprocessing.get_context("spawn")
+    times: dict[int, list[float]] = {1: [], count: []}
+    with context.Pool(count) as pool:
+        pool.map(work, [0.0] * count)  # all have started
+        for _ in range(CORE_REPEATS):
+            for busy in times:
+                at = time.monotonic() + 0.05
+                times[busy] += pool.map(work, [at] * busy, chunksize=1)
+    together = count * median(times[1]) / median(times[count])
+    return min(float(count), max(1.0, together))
+
+
+def work(at: float) -> float:
+    """Seconds of a fixed amount of work of the kinds that a server has, from the moment `at`:
+    Python, and reading weights."""
+    weights, row = np.ones((1024, 1024), np.float32), np.ones(1024, np.float32)
+    while time.monotonic() < at:
+        pass
+    began = time.perf_counter()
+    for number in range(WORK_ROUNDS):
+        row = weights @ row / 1024.0
+        sum([each * number for each in range(500)])
+    return time.perf_counter() - began
+
+
 def measure(folder: str, server: RunningServer) -> tuple[Prices, list[Report]]:
     """The price list of the model in `folder`, which `server` serves, and tables of it."""
     loaded = load_bench_model(folder)
@@ -444,7 +479,7 @@ def measure(folder: str, server: RunningServer) -> tuple[Prices, list[Report]]:
     prices, requests = request_prices(ask_kinds(server), prices)
     workers = share_of_workers()
     prices = msgspec.structs.replace(prices, measured_on=machine(), media_workers=workers)
-    prices = msgspec.structs.replace(prices, cores=float(len(os.sched_getaffinity(0))))
+    prices = msgspec.structs.replace(prices, cores=measure_cores())
     report = Report("prices", ("price", "microseconds"))
     for name, value in msgspec.structs.asdict(prices).items():
         if name == "cores" or name.endswith("threads"):

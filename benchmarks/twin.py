@@ -6,6 +6,9 @@ says. First tokens and tokens are those of the client; what was found in caches 
 and must be equal or nearly so, as both run the same scheduler.
 
 `off` is the simulation's figure over the real one, less 1: the goal is 10 % at p50 and 20 % at p99.
+
+`--keep-log FOLDER` leaves the logs and what the client saw; `--replay FOLDER --prices FILE`
+compares these again, with other prices or after a change to the simulation, without a server.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from benchmarks.prices import measure
 from benchmarks.report import Report, publish
 from benchmarks.running_server import running_server, set_environment
 from lookonce.config import NANO_FOLDER
+from lookonce.errors import ConfigError
 from lookonce.simulate.prices import Prices, read_prices
 from lookonce.simulate.simulation import FleetSpec, Outcome, Simulation, percentile
 from lookonce.simulate.trace import TraceRequest, read_trace
@@ -110,8 +114,7 @@ def replay(
 
 def compare(
     name: str,
-    real: LoadResult,
-    counted: dict[str, float],
+    real: Kept,
     trace: Sequence[TraceRequest],
     prices: Prices,
 ) -> Report:
@@ -120,8 +123,7 @@ def compare(
         prices = msgspec.structs.replace(prices, cores=max(1.0, prices.cores - real.cpu_share))
     outcome, first, per_token = replay(trace, prices, WARM_UP)
     report = Report(name, ("figure", "real", "simulated", "off %"))
-    firsts = np.array([each.first_text for each in real.answered])
-    tokens = np.array([each.per_token for each in real.answered if each.per_token])
+    firsts, tokens, counted = np.array(real.first_text), np.array(real.per_token), real.counted
 
     def add(label: str, measured: float | None, simulated: float | None) -> None:
         off = None
@@ -146,10 +148,48 @@ def compare(
     )
     add("encoder runs", counted["encoder_runs_total"], float(figures["encoder_runs"] or 0))
     add("processed media", counted["media_processed_total"], float(outcome.processed))
-    add("failed", float(len(real.outcomes) - len(real.answered)), float(outcome.failed))
+    add("failed", float(real.failed), float(outcome.failed))
     report.notes.append(f"the simulated engine is busy {outcome.busy:.0%} of the time")
     report.notes.append(f"the load generator took {real.cpu_share:.0%} of a core")
     return report
+
+
+class Kept(msgspec.Struct, frozen=True):
+    """What a load at one rate was, beside its request log."""
+
+    first_text: list[float]
+    """Seconds, of each answer."""
+    per_token: list[float]
+    failed: int
+    cpu_share: float
+    """Of a core, by the load generator."""
+    counted: dict[str, float]
+    """The server's metrics."""
+
+    @classmethod
+    def of(cls, real: LoadResult, counted: dict[str, float]) -> Kept:
+        return cls(
+            [each.first_text for each in real.answered],
+            [each.per_token for each in real.answered if each.per_token],
+            len(real.outcomes) - len(real.answered),
+            real.cpu_share,
+            counted,
+        )
+
+
+def logs_of(folder: Path) -> list[tuple[str, Path, Kept]]:
+    """Rate, request log and the rest of what `--keep-log` has left. Raises `ConfigError`."""
+    found = []
+    for path in sorted(folder.glob("client-*.json")):
+        rate = path.stem.removeprefix("client-")
+        log = folder / f"requests-{rate}.jsonl"
+        try:
+            found.append((rate, log, msgspec.json.decode(path.read_bytes(), type=Kept)))
+        except msgspec.MsgspecError as error:
+            raise ConfigError(f"{path} is nothing that --keep-log has left: {error}") from None
+    if not found:
+        raise ConfigError(f"--replay: there are no logs of --keep-log in {folder}")
+    return found
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -166,10 +206,19 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--prices", type=Path, metavar="FILE", help="do not measure them")
     parser.add_argument("--write-prices", type=Path, metavar="FILE")
     parser.add_argument("--keep-log", type=Path, metavar="FOLDER", help="where traces are left")
+    parser.add_argument("--replay", type=Path, metavar="FOLDER", help="of --keep-log: no server")
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args(arguments)
+    if options.replay is not None and options.prices is None:
+        parser.error("--replay needs --prices")
     set_environment()
     reports: list[Report] = []
+    if options.replay is not None:
+        prices = read_prices(options.prices)
+        for rate, log, kept in logs_of(options.replay):
+            reports.append(compare(f"twin, {rate}/s, again", kept, read_trace(log), prices))
+        publish(reports, options.json)
+        return 0
     if options.prices is not None:
         prices = read_prices(options.prices)
     else:
@@ -197,7 +246,8 @@ def main(arguments: Sequence[str]) -> int:
                 run_load(server.url, [], asked[:WARM_UP], Arrivals(concurrency=1))
                 real = run_load(server.url, [], asked[WARM_UP:], Arrivals(rate=rate, seed=number))
                 counted = server.metrics()
-            trace = read_trace(log)
-            reports.append(compare(f"twin, {rate:g}/s", real, counted, trace, prices))
+            kept = Kept.of(real, counted)
+            (folder / f"client-{rate:g}.json").write_bytes(msgspec.json.encode(kept))
+            reports.append(compare(f"twin, {rate:g}/s", kept, read_trace(log), prices))
     publish(reports, options.json)
     return 0

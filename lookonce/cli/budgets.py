@@ -177,7 +177,7 @@ BUDGETS = (
     Budget("decoding, really", "6 times the estimate, 4 to 60", "CPU s", "item",
            "422, its worker is replaced; the tenant pays for it"),
     Budget("memory that a job leaves in use in its worker", pool.MOST_KEPT_BYTES, "bytes", "item",
-           "the worker is replaced when none waits for it"),
+           "its worker is replaced; the tenant pays for it"),
     Budget("pages of PDF files", _option("max_document_pages"), "pages", "request",
            "413 before any is drawn"),
     Budget("page of a PDF file", f"{_option('max_image_pixels')} at {pdf.PAGE_DPI} dots per inch",

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable
 from typing import cast
 
 import httptools
-
-from lookonce.types.attached_media import ATTACHED_HEADER
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -85,21 +83,16 @@ class EngineClient:
         target: str,
         headers: Iterable[tuple[bytes, bytes]] = (),
         body: bytes = b"",
-        attached: Sequence[bytes] = (),
     ) -> EngineAnswer:
         """The answer, once its head has come; its `close` must be called.
 
-        `headers` are sent but for those about the connection. `attached`: media behind a body that
-        names them (`types.attached_media`). Raises `EngineLostError`.
+        `headers` are sent but for those about the connection. Raises `EngineLostError`.
         """
-        if attached:
-            lengths = b",".join(b"%d" % len(each) for each in attached)
-            headers = [*headers, (ATTACHED_HEADER, lengths)]
-        head = self._head(method, target, headers, len(body) + sum(map(len, attached)))
+        head = self._head(method, target, headers, len(body))
         while True:
             connection, used = await self._connection()
             try:
-                await connection.send(head, (body, *attached))
+                await connection.send(head, body)
             except EngineLostError:
                 connection.abort()
                 if used and not connection.received:
@@ -181,18 +174,17 @@ class _Connection(asyncio.Protocol):
     def usable(self) -> bool:
         return not self._lost and self._complete
 
-    async def send(self, head: bytes, parts: Sequence[bytes]) -> None:
-        """Send a request, whose body has these parts, and wait for the head of its answer. Raises
-        `EngineLostError`."""
+    async def send(self, head: bytes, body: bytes) -> None:
+        """Send a request and wait for the head of its answer. Raises `EngineLostError`."""
         assert self._transport is not None
         self.status, self.headers, self.received = 0, [], False
         self._head_came = self._complete = False
         self._chunks, self._unread = [], 0
-        if len(parts[0]) <= 1 << 16:
-            head, parts = head + parts[0], parts[1:]
-        self._transport.write(head)
-        for part in parts:
-            self._transport.write(part)
+        if len(body) <= 1 << 16:
+            self._transport.write(head + body)
+        else:
+            self._transport.write(head)
+            self._transport.write(body)
         await self._writable.wait()
         while not self._head_came:
             await self._wait()

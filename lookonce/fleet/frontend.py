@@ -47,7 +47,6 @@ from lookonce.frontend.responses import ErrorBody, ErrorResponse
 from lookonce.server.http.connections import WRITE_NOW
 from lookonce.server.http.request_guard import RequestGuard
 from lookonce.server.http.responses import encode, error_response, error_type
-from lookonce.types.attached_media import ATTACHED_HEADER
 from lookonce.types.lora import LoRAIdentity
 
 logger = logging.getLogger("lookonce.fleet")
@@ -69,7 +68,7 @@ STORED_ID = re.compile(rb'"id"\s*:\s*"((?:resp|conv)_[^"]{1,200})"')
 STORED_PATH = re.compile(r"/v1/(?:responses|conversations)/([^/]+)(?:/.*)?")
 STORING_PATHS = frozenset({"/v1/responses", "/v1/conversations"})
 NAMING_PATHS = frozenset({"/v1/chat/completions"})
-"""Nothing of these requests is stored, so that a picture may come by its name, or behind it all."""
+"""Nothing of these requests is stored, so a picture's name may take its place."""
 BROADCAST_PATHS = frozenset(
     {
         "/inference/v1/abort_requests",
@@ -114,6 +113,8 @@ class AdapterLoad(msgspec.Struct, frozen=True):
     body: bytes
 
 
+EngineAnswerParts = tuple[int, Headers, bytes]
+"""Status, headers and body."""
 AdapterLoads = dict[str, AdapterLoad]
 """Name of an adapter → its load; of one model."""
 
@@ -143,6 +144,7 @@ class Member:
         self.subscriber: EventSubscriber | None = None
         self.headers: Headers = [(b"authorization", b"Bearer " + key.encode())] if key else []
         self.draining = address.draining
+        self._learning = asyncio.Lock()
         self._looks = asyncio.Event()
         self._task = asyncio.get_running_loop().create_task(self._watch())
 
@@ -161,9 +163,11 @@ class Member:
         while True:
             self._looks.clear()
             ready = await self._is_ready()
-            if ready:
-                ready = await self.learn()
-            if ready and not self.state.accepts:
+            if not ready:
+                self.without.clear()  # whatever comes back may be able to
+            elif not await self.learn():
+                ready = self.state.accepts  # it goes on as it is known
+            elif not self.state.accepts and not self.draining:
                 ready = await self._load_adapters()
             self.state.accepts = ready and not self.draining
             self._on_look()
@@ -179,11 +183,15 @@ class Member:
     async def learn(self) -> bool:
         """What the model and its adapters are called and how caches know their media and prompts;
         whether it told. Adapters come and go while an engine runs."""
+        async with self._learning:  # what was told later counts
+            return await self._learn()
+
+    async def _learn(self) -> bool:
         cache = await self.get("/inference/v1/media_cache")
+        if cache is None or cache[0] != 200:
+            return False
         try:
-            told = Processor(model=self.address.model)
-            if cache is not None and cache[0] == 200:
-                told = Processor.told(self.address.model, msgspec.json.decode(cache[1]))
+            told = Processor.told(self.address.model, msgspec.json.decode(cache[1]))
             if not self.cards or told != self.processor:
                 models = await self.get("/v1/models")
                 if models is None or models[0] != 200:
@@ -192,10 +200,11 @@ class Member:
         except (msgspec.MsgspecError, LookupError, ValueError, TypeError, AttributeError):
             logger.error("%s does not answer as an engine does", self.address.name)
             return False
-        if self.state.accepts:  # what it has loaded since came by another front-end
-            for name, load in list(self._loads.items()):
-                if name not in self.without and told.adapters.get(name) != load.identity:
-                    del self._loads[name]
+        for name, load in list(self._loads.items()):
+            if told.adapters.get(name) == load.identity:
+                self.without.discard(name)
+            elif self.state.accepts and name not in self.without:
+                del self._loads[name]  # it was changed by another front-end
         self.processor, self.state.adapters = told, frozenset(told.adapters) - self.without
         return bool(self.cards)
 
@@ -206,32 +215,38 @@ class Member:
             told = self.processor.adapters
             return {n for n, load in self._loads.items() if told.get(n) != load.identity}
 
-        wanted = missing() - self.without
-        for name in sorted(wanted):
-            if (load := self._loads.get(name)) is not None:
-                await self._ask("POST", LOAD_ADAPTER, load.headers, load.body, LOAD_TIMEOUT)
-        if not wanted:
-            return True
-        known = await self.learn()
-        if failed := missing() & wanted:
-            names = ", ".join(sorted(failed))
-            logger.error("%s could not load adapters as others have: %s", self.address.name, names)
-            self.without |= failed
-            self.state.adapters -= failed
-        return known
+        while wanted := missing() - self.without:  # more may be loaded meanwhile
+            answered: dict[str, AdapterLoad] = {}
+            for name in sorted(wanted):
+                if (load := self._loads.get(name)) is None:
+                    continue
+                if not await self.ask("POST", LOAD_ADAPTER, load.headers, load.body, LOAD_TIMEOUT):
+                    logger.error("%s did not answer a load of %s", self.address.name, name)
+                    return False  # it is asked again
+                answered[name] = load
+            if not await self.learn():
+                return False
+            if failed := {n for n in missing() if self._loads[n] is answered.get(n)}:
+                names, engine = ", ".join(sorted(failed)), self.address.name
+                logger.error("%s could not load adapters as others have: %s", engine, names)
+                self.without |= failed
+                self.state.adapters -= failed
+        return True
 
     async def get(self, path: str, timeout: float = PROBE_TIMEOUT) -> tuple[int, bytes] | None:
         """Status and body; None where none came in time."""
-        return await self._ask("GET", path, self.headers, b"", timeout)
+        answer = await self.ask("GET", path, self.headers, b"", timeout)
+        return None if answer is None else (answer[0], answer[2])
 
-    async def _ask(
-        self, method: str, path: str, headers: Headers, body: bytes, timeout: float
-    ) -> tuple[int, bytes] | None:
+    async def ask(
+        self, method: str, target: str, headers: Headers, body: bytes, timeout: float
+    ) -> EngineAnswerParts | None:
+        """The whole answer; None where none came in time."""
         try:
             async with asyncio.timeout(timeout):
-                answer = await self.client.request(method, path, headers, body)
+                answer = await self.client.request(method, target, headers, body)
                 try:
-                    return answer.status, await answer.body()
+                    return answer.status, answer.headers, await answer.body()
                 finally:
                     answer.close()
         except (EngineLostError, TimeoutError):
@@ -560,29 +575,26 @@ class Frontend:
             await exchange.answer(*held)
 
     async def _change_adapters(self, exchange: _Exchange, body: bytes) -> None:
-        """To all engines. Those that were started without `--lora-dir` (403) are left out, as long
-        as there are others; of these the first error is answered."""
+        """To all engines, whether or not the client stays: otherwise some would have it, and others
+        not. Those that were started without `--lora-dir` (403) are left out, as long as there are
+        others; of these the first error is answered."""
         name = _adapter_name(body)
         answers: list[EngineAnswerParts] = []
         changed: list[Member] = []
-        before: dict[str, AdapterLoad] = {}
-        for model, loads in self._fleet.loads.items():  # what these are is being changed
-            if name in loads:
-                before[model] = loads.pop(name)
-        for member in self._fleet.ready():
-            try:
-                async with exchange.asking(member, exchange.request_id) as answer:
-                    answers.append((answer.status, answer.headers, await answer.body()))
-            except EngineLostError:
+        asked: list[Member] = []
+        headers = exchange.sent_on(exchange.request_id)
+        # also those that become ready meanwhile
+        while member := next((each for each in self._fleet.ready() if each not in asked), None):
+            asked.append(member)
+            answer = await member.ask("POST", exchange.target, headers, body, LOAD_TIMEOUT)
+            if answer is None:
                 continue
-            if answer.status == 200:
-                changed.append(member)
+            answers.append(answer)
+            if answer[0] == 200:
+                self._fleet.loads[member.address.model].pop(name, None)
                 member.without.discard(name)
-        await asyncio.gather(*(member.learn() for member in self._fleet.ready()))
-        models = {member.address.model for member in changed}
-        for model, load in before.items():
-            if model not in models:
-                self._fleet.loads[model][name] = load
+                if await member.learn():
+                    changed.append(member)
         if exchange.path == LOAD_ADAPTER:
             self._note_loaded(name, changed, exchange.sent_headers(LOAD_HEADERS), body)
         meant = [each for each in answers if each[0] != 403] or answers
@@ -775,10 +787,6 @@ def _find_key(keys: tuple[ApiKey, ...], given: str) -> ApiKey | None:
     return found
 
 
-EngineAnswerParts = tuple[int, Headers, bytes]
-"""Status, headers and body."""
-
-
 class _NotHeldError(Exception):
     """The engine does not know a picture by its name."""
 
@@ -808,7 +816,7 @@ class _Exchange:
         self.content = b""
         """Its body, until an answer has begun."""
         self.pictures: tuple[InlinePicture, ...] = ()
-        """Of the body, those that are not sent as they stand there."""
+        """Large ones of the body, which may be sent by their names."""
         self.held: EngineAnswerParts | None = None
         """An answer that is given if no other engine has a better one."""
         asked = self.header(b"x-request-id").decode("latin-1")
@@ -825,6 +833,18 @@ class _Exchange:
                 found: bytes = value
                 return found
         return b""
+
+    @property
+    def target(self) -> str:
+        query = self._scope["query_string"].decode("latin-1")
+        raw = self._scope.get("raw_path") or self.path.encode()
+        return raw.decode("latin-1") + (f"?{query}" if query else "")
+
+    def sent_on(self, request_id: str) -> Headers:
+        """The headers that engines get."""
+        dropped = (b"origin", b"x-request-id")
+        kept = [each for each in self._scope["headers"] if each[0] not in dropped]
+        return [*kept, (b"x-request-id", request_id.encode("latin-1"))]
 
     def sent_headers(self, names: Collection[bytes]) -> Headers:
         return [(name, value) for name, value in self._scope["headers"] if name in names]
@@ -848,21 +868,12 @@ class _Exchange:
     async def asking(
         self, member: Member, request_id: str, *, held: Collection[int] = ()
     ) -> AsyncIterator[EngineAnswer]:
-        """The engine's answer to `content`, in which pictures are named that it holds by `held`,
-        and others are attached. A client that leaves meanwhile ends it (`_ClientLeft`)."""
-        query = self._scope["query_string"].decode("latin-1")
-        raw = self._scope.get("raw_path") or self.path.encode()
-        target = raw.decode("latin-1") + (f"?{query}" if query else "")
-        headers = [
-            (name, value)
-            for name, value in self._scope["headers"]
-            if name not in (b"origin", b"x-request-id", ATTACHED_HEADER)
-        ]
-        headers.append((b"x-request-id", request_id.encode("latin-1")))
+        """The engine's answer to `content`, in which pictures whose keys are in `held` are named. A
+        client that leaves meanwhile ends it (`_ClientLeft`)."""
+        headers = self.sent_on(request_id)
+        sent = body_with_names(self.content, [each for each in self.pictures if each.key in held])
         answer: EngineAnswer = await self._unless_left(
-            member.client.request(
-                self.method, target, headers, *body_with_names(self.content, self.pictures, held)
-            )
+            member.client.request(self.method, self.target, headers, sent)
         )
         assert self._watch is not None
         self._watch.add_done_callback(answer.abort)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import binascii
 import os
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -22,7 +22,6 @@ from blake3 import blake3
 
 from lookonce.cache.identity import HashAlgorithm, frame, item_key, media_hash, scope_digest
 from lookonce.fleet.index import short
-from lookonce.types.attached_media import ATTACHED_SCHEME
 from lookonce.types.lora import LoRAIdentity, adapted_item_key
 
 BASE64_MARK = b";base64,"
@@ -123,14 +122,13 @@ class Piece(msgspec.Struct, frozen=True, gc=False):
 
 
 class InlinePicture(msgspec.Struct, frozen=True, gc=False):
-    """Where the data URL of a large picture stands in a body, and what is sent instead."""
+    """Where the data URL of a large picture stands in a body, and what names it instead."""
 
     key: int
     start: int
     end: int
     digest: bytes
     """Its MediaHash."""
-    data: bytes
 
 
 class Identity(msgspec.Struct, frozen=True):
@@ -150,26 +148,14 @@ class Identity(msgspec.Struct, frozen=True):
     """Of the request's LoRA adapter, where that changes encoder outputs."""
 
 
-def body_with_names(
-    body: bytes, pictures: Iterable[InlinePicture], held: Container[int]
-) -> tuple[bytes, tuple[bytes, ...]]:
-    """The body with short URLs in place of these pictures' data URLs, and what is attached to it.
-
-    Pictures whose keys are in `held` get `lookonce:` URLs, others are attached, each once.
-    """
+def body_with_names(body: bytes, pictures: Iterable[InlinePicture]) -> bytes:
+    """The body with `lookonce:` URLs in place of these pictures' data URLs."""
     kept: list[bytes | memoryview] = []
-    attached: dict[bytes, bytes] = {}
-    """MediaHash → bytes, in the order of their numbers."""
     view, at = memoryview(body), 0
     for picture in pictures:
-        if picture.key in held:
-            url = f"{HASH_SCHEME}{picture.digest.hex()}"
-        else:
-            attached.setdefault(picture.digest, picture.data)
-            url = f"{ATTACHED_SCHEME}{list(attached).index(picture.digest)}"
-        kept += (view[at : picture.start], url.encode())
+        kept += (view[at : picture.start], f"{HASH_SCHEME}{picture.digest.hex()}".encode())
         at = picture.end
-    return (b"".join([*kept, view[at:]]) if kept else body), tuple(attached.values())
+    return b"".join([*kept, view[at:]]) if kept else body
 
 
 class Payloads:
@@ -216,7 +202,7 @@ class Payloads:
     def picture(self, name: str, key: int, digest: bytes) -> InlinePicture | None:
         """A payload that is a picture by itself; None for what is not a whole URL."""
         span = self._spans.get(name)
-        return None if span is None else InlinePicture(key, *span, digest, self._data[name])
+        return None if span is None else InlinePicture(key, *span, digest)
 
     @property
     def all_read(self) -> bool:

@@ -217,8 +217,6 @@ class SimulatedEngine:
         self.prices = prices
         self.clock = clock
         self._on_first, self._on_end = on_first, on_end
-        self.num_requests = 0
-        """Sent here and not ended."""
         block_bytes = prices.kv_token_bytes * prices.block_size
         num_blocks = max(1, spec.kv_cache_bytes // block_bytes)
         self.info = ModelInfo(
@@ -322,7 +320,6 @@ class SimulatedEngine:
 
     def arrive(self, served: Served) -> None:
         """A request's last byte has come."""
-        self.num_requests += 1
         request, prices = served.request, self.prices
         sent = sum(medium.num_bytes for medium in request.media)
         seconds = prices.of_request(request.prompt_tokens, len(request.media), sent)
@@ -583,7 +580,6 @@ class SimulatedEngine:
         served.ended = self.clock.now + self.prices.first_token
         served.failed = failed
         served.tokens = NO_TOKENS
-        self.num_requests -= 1
         self._on_end(served)
 
     def _tell_load(self) -> None:
@@ -599,7 +595,6 @@ class SimulatedEngine:
         self.scheduler.check_integrity()
         self.directory.check_integrity()
         if not self._busy and not self._served:
-            assert self.num_requests == 0
             assert self._state.block_pool.num_free == self._state.block_pool.num_blocks
 
 

@@ -73,8 +73,8 @@ class Prices(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     process_token: float = 0.0
     media_workers: int = 2
     cores: float = 0.0
-    """That the engine, the API process and the media workers of a server share; 0: each has one of
-    its own."""
+    """That the engine, the API process and the media workers of a server share, as the work that
+    all do together over that of one alone; 0: each has one of its own."""
     prompt_threads: float = 1.0
     encode_threads: float = 1.0
     """Cores that computing a prompt, and encoding, keep busy; all else of a step takes one."""
@@ -100,7 +100,8 @@ class Prices(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         """Cores that a step keeps busy, on average over its time."""
         decoding, prompts, encoding = self._parts_of(plan)
         busy = decoding + self.prompt_threads * prompts + self.encode_threads * encoding
-        return busy / (decoding + prompts + encoding)
+        seconds = decoding + prompts + encoding
+        return busy / seconds if seconds else 1.0
 
     def _parts_of(self, plan: StepPlan) -> tuple[float, float, float]:
         """Seconds of a step: decodes and what each step takes, prompts, encoder runs."""

@@ -50,7 +50,7 @@ MODEL = "simulated"
 CHARS_PER_TOKEN = 4
 RING_POINTS = 64
 """Of each engine, for consistent hashing."""
-FRONT_END_SHARE = 0.36
+FRONT_END_SHARE = 0.27
 """Of a simulation's work: traces and routing, which the first process does."""
 MOST_COMPARED = 64
 """Engines of which the router compares all."""
@@ -68,7 +68,8 @@ class FleetSpec(msgspec.Struct, frozen=True, kw_only=True):
     engine: EngineSpec = EngineSpec()
     seed: int = 0
     processes: int = 1
-    """That simulate it; what comes out does not depend on them."""
+    """That simulate it. What comes out does not depend on them, but for `events`, and but for the
+    order of what reaches the front-end from two of them in the same instant."""
 
 
 @dataclass(slots=True)
@@ -464,10 +465,16 @@ class Simulation:
         """The first process has fewer engines, as it also makes the trace and routes."""
         numbers = shares(self.spec.engines, self.spec.processes)
         given = self.spec.engine, self.prices
-        others: list[Shard] = [
-            ProcessShard(*given, each, followed=self._followed) for each in numbers[1:]
-        ]
-        return [*others, LocalShard(*given, numbers[0], followed=self._followed)]
+        shards: list[Shard] = []
+        try:
+            for each in numbers[1:]:
+                shards.append(ProcessShard(*given, each, followed=self._followed))  # noqa: PERF401
+            shards.append(LocalShard(*given, numbers[0], followed=self._followed))
+        except BaseException:
+            for shard in shards:  # those that were started must not stay
+                shard.close()
+            raise
+        return shards
 
     def run_in_shards(self, requests: Iterable[TraceRequest], shards: Sequence[Shard]) -> Outcome:
         """As `run`; the last shard works when the others have begun."""

@@ -87,12 +87,14 @@ def block_keys(request: TraceRequest, block_size: int) -> list[bytes]:
     lasts = np.arange(block_size - 1, count * block_size, block_size, dtype=np.uint64)
     keys = np.zeros((count, 4), np.uint64)
     keys[:, 0] = request.blocks[(lasts // np.uint64(size)).astype(np.intp)]
-    keys[:, 2] = lasts % np.uint64(size)
+    if block_size % size:  # several may end in one block of the trace
+        keys[:, 2] = lasts % np.uint64(size)
+        keys[:, 0] ^= mix(keys[:, 2])
     folded = b""
     for medium in request.media:
         folded = blake3(b"%b%b%d %d" % (folded, medium.key, medium.offset, medium.length)).digest(8)
         keys[medium.offset // block_size :, 1] = int.from_bytes(folded, "little")
-    keys[:, 0] ^= keys[:, 1] ^ mix(keys[:, 2])  # routers know a key by its first 8 bytes
+    keys[:, 0] ^= keys[:, 1]  # routers know a key by its first 8 bytes
     raw = keys.tobytes()
     return [raw[at : at + 32] for at in range(0, len(raw), 32)]
 
@@ -105,8 +107,24 @@ def mix(numbers: Blocks) -> Blocks:
     return mixed ^ (mixed >> np.uint64(31))
 
 
+FEW = 8
+_MASK = 0xFFFF_FFFF_FFFF_FFFF
 _GOLDEN, _FIRST = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9)
 _SECOND = np.uint64(0x94D049BB133111EB)
+
+
+def few_mixed(first: int, count: int) -> array[int]:
+    """`mix` of `count` numbers of 64 bits from `first` on, quicker where they are few."""
+    if count > FEW:
+        numbers = np.uint64(first) + np.arange(count, dtype=np.uint64)
+        return array("Q", mix(numbers).tobytes())
+    found = array("Q")
+    for number in range(first, first + count):
+        number = (number + 0x9E3779B97F4A7C15) & _MASK
+        number = ((number ^ (number >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        number = ((number ^ (number >> 27)) * 0x94D049BB133111EB) & _MASK
+        found.append(number ^ (number >> 31))
+    return found
 
 
 def number_of(*parts: object) -> int:
@@ -425,8 +443,7 @@ class _Story:
         self._tokens += num_tokens
         first, last = len(self._blocks), -(-self._tokens // size)
         if last > first:
-            own = mix(np.uint64(self._name) + np.arange(first, last, dtype=np.uint64))
-            self._blocks.frombytes(own.tobytes())
+            self._blocks += few_mixed((self._name + first) & _MASK, last - first)
 
     def show(self, key: bytes) -> None:
         """Append a picture. What follows depends on it."""

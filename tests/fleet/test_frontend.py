@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
-import json
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import httpx
@@ -134,20 +133,7 @@ def large_picture() -> tuple[str, str]:
     return f"data:image/png;base64,{base64.b64encode(data).decode()}", f"lookonce:{digest.hex()}"
 
 
-def whole(request: Received) -> Any:
-    """The JSON of a request with its attached pictures in it again."""
-    lengths = [int(n) for n in request.headers.get("x-lookonce-attached", "0").split(",")]
-    body = request.body
-    at = len(body) - sum(lengths)
-    text = body[:at]
-    for number, length in enumerate(lengths):
-        data = base64.b64encode(body[at : at + length])
-        text = text.replace(b"attached:%d" % number, b"data:image/png;base64," + data)
-        at += length
-    return json.loads(text)
-
-
-async def test_an_engine_gets_a_picture_as_bytes_or_where_it_holds_it_by_name() -> None:
+async def test_an_engine_that_holds_a_picture_gets_its_name_alone() -> None:
     url, name = large_picture()
     content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "ü?"}]
     named = [{"type": "image_url", "image_url": {"url": name}}, content[1]]
@@ -163,8 +149,7 @@ async def test_an_engine_gets_a_picture_as_bytes_or_where_it_holds_it_by_name() 
         await served.client.post("/v1/responses", json=body)
         served.fleet.router.apply(state, [Gone(ITEM_TOPIC, [key])])
         await served.ask(content)
-        assert len(served.engines[0].received[0].body) < 77_200  # no base64
-        first, second, optioned, stored, last = map(whole, served.engines[0].received)
+        first, second, optioned, stored, last = (r.json for r in served.engines[0].received)
         for sent in (first, optioned, last):
             assert sent["messages"][0]["content"] == content
         assert stored["input"][0]["content"] == content
@@ -240,7 +225,7 @@ async def test_an_engine_that_does_not_know_the_name_gets_the_picture() -> None:
         served.fleet.router.apply(state, [Added(ITEM_TOPIC, [key])])
         response = await served.ask([{"type": "image_url", "image_url": {"url": url}}])
         assert response.json() == {"engine": "a"}
-        assert [len(r.body) > 70_000 for r in served.named("a").received] == [False, True]
+        assert [len(r.body) > 100_000 for r in served.named("a").received] == [False, True]
 
 
 async def test_an_engine_that_dies_before_its_answer_has_begun_is_replaced() -> None:
@@ -473,6 +458,165 @@ async def test_an_engine_that_starts_later_loads_what_was_loaded_before_it_gets_
         start(later)
         await served.until(lambda: len(served.fleet.ready()) == 2)
         assert not later.adapters
+
+
+def keeping(before: Callable[[FakeEngine, Received], Awaitable[None]] | None = None) -> Answer:
+    """Loads and unloads adapters for one key, when `before` is done; contents are the path's."""
+
+    async def answer(engine: FakeEngine, request: Received, writer: asyncio.StreamWriter) -> None:
+        if "lora_adapter" not in request.target:
+            reply(writer, 200, {"engine": engine.name})
+            return
+        if before is not None:
+            await before(engine, request)
+        if request.headers.get("authorization") != "Bearer one":
+            reply(writer, 401, {"error": {}})
+        elif request.target.endswith("unload_lora_adapter"):
+            engine.adapters.pop(request.json["lora_name"], None)
+            reply(writer, 200, {})
+        else:
+            engine.adapters[request.json["lora_name"]] = request.json["lora_path"] * 32
+            reply(writer, 200, {})
+
+    return answer
+
+
+ADMIN = {"api_key": ("a:none", "a:one:admin")}
+
+
+async def load(served: Served, name: str, path: str) -> None:
+    body = {"lora_name": name, "lora_path": path}
+    headers = {"authorization": "Bearer one"}
+    done = await served.client.post("/v1/load_lora_adapter", json=body, headers=headers)
+    assert done.status_code == 200
+
+
+def start(served: Served, *engines: FakeEngine) -> None:
+    """Beside those that there are."""
+    all_engines = [*served.engines, *engines]
+    served.fleet.update({e.name: EngineAddress(e.name, e.model, e.address) for e in all_engines})
+
+
+async def test_a_probe_that_fails_takes_no_adapter_from_engines_that_start_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("lookonce.fleet.frontend.PROBE_SECONDS", 0.01)
+    later = FakeEngine("later", answer=keeping())
+    async with serving(FakeEngine("a", answer=keeping()), **ADMIN) as served, later:
+        (first,) = served.engines
+        await load(served, "letters", "22")
+        first.probes["/inference/v1/media_cache"] = 0
+        await served.until(lambda: first.probes["/inference/v1/media_cache"] > 2)
+        assert served.fleet.ready()  # nothing else is wrong with it
+        first.probes.clear()
+        start(served, later)
+        await served.until(lambda: len(served.fleet.ready()) == 2)
+        assert later.adapters == {"letters": "22" * 32}
+
+
+async def test_what_is_loaded_is_changed_by_engines_alone_and_at_all_whether_the_client_stays() -> (
+    None
+):
+    asked, release = asyncio.Event(), asyncio.Event()
+
+    async def wait(engine: FakeEngine, request: Received) -> None:
+        if engine.name == "a" and engine.adapters:
+            asked.set()
+            await release.wait()
+
+    engines = [FakeEngine(name, answer=keeping(wait)) for name in ("a", "b")]
+    later, last = FakeEngine("later", answer=keeping()), FakeEngine("last", answer=keeping())
+    async with serving(*engines, **ADMIN) as served, later, last:
+
+        async def leave(route: str, path: str, key: str) -> None:
+            body = {"lora_name": "letters", "lora_path": path, "load_inplace": True}
+            headers = {"authorization": f"Bearer {key}"}
+            asked.clear()
+            release.clear()
+            sent = asyncio.create_task(served.client.post(route, json=body, headers=headers))
+            await asked.wait()
+            sent.cancel()
+            await asyncio.wait({sent})
+
+        await load(served, "letters", "22")
+        await leave("/v1/unload_lora_adapter", "", "wrong")
+        start(served, later)
+        await served.until(lambda: len(served.fleet.ready()) == 3)
+        assert later.adapters == {"letters": "22" * 32}
+        release.set()
+        await served.until(lambda: served.frontend.active == 0)
+        await leave("/v1/load_lora_adapter", "33", "one")
+        release.set()
+        await served.until(lambda: served.frontend.active == 0)
+        start(served, later, last)
+        await served.until(lambda: len(served.fleet.ready()) == 4)
+        for engine in (*engines, later, last):
+            assert engine.adapters == {"letters": "33" * 32}
+
+
+async def test_an_engine_that_was_lost_while_it_loaded_adapters_loads_them_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("lookonce.fleet.frontend.PROBE_SECONDS", 0.01)
+    tries = 0
+
+    async def lose(engine: FakeEngine, request: Received) -> None:
+        nonlocal tries
+        tries += 1
+        if tries == 1:
+            raise ConnectionError
+
+    later = FakeEngine("later", answer=keeping(lose))
+    async with serving(FakeEngine("a", answer=keeping()), **ADMIN) as served, later:
+        await load(served, "letters", "22")
+        start(served, later)
+        await served.until(lambda: len(served.fleet.ready()) == 2)
+        assert served.fleet.router.engines["later"].serves("letters")
+
+
+async def test_an_engine_that_could_not_load_adapters_tries_again_when_it_comes_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("lookonce.fleet.frontend.PROBE_SECONDS", 0.01)
+    full = True
+
+    async def answer(engine: FakeEngine, request: Received, writer: asyncio.StreamWriter) -> None:
+        if full:
+            reply(writer, 400, {"error": {}})
+        else:
+            await keeping()(engine, request, writer)
+
+    later = FakeEngine("later", answer=answer)
+    async with serving(FakeEngine("a", answer=keeping()), **ADMIN) as served, later:
+        await load(served, "letters", "22")
+        start(served, later)
+        await served.until(lambda: len(served.fleet.ready()) == 2)
+        assert not served.fleet.router.engines["later"].serves("letters")
+        later.ready = full = False
+        await served.until(lambda: len(served.fleet.ready()) == 1)
+        later.ready = True
+        await served.until(lambda: len(served.fleet.ready()) == 2)
+        assert served.fleet.router.engines["later"].serves("letters")
+
+
+async def test_what_is_loaded_while_an_engine_starts_is_loaded_there_too() -> None:
+    loading, loaded = asyncio.Event(), asyncio.Event()
+
+    async def wait(engine: FakeEngine, request: Received) -> None:
+        loading.set()
+        await loaded.wait()
+
+    later = FakeEngine("later", answer=keeping(wait))
+    async with serving(FakeEngine("a", answer=keeping()), **ADMIN) as served, later:
+        await load(served, "letters", "22")
+        start(served, later)
+        await loading.wait()
+        await load(served, "bills", "33")
+        await load(served, "letters", "44")
+        loaded.set()
+        await served.until(lambda: len(served.fleet.ready()) == 2)
+        assert later.adapters == {"letters": "44" * 32, "bills": "33" * 32}
+        assert served.fleet.router.engines["later"].serves("letters")
 
 
 async def test_tenants_are_apart() -> None:

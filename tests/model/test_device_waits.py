@@ -46,10 +46,20 @@ from tests.support.simulated_device import (
 
 ALL_KINDS = (
     *("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gpt_oss", "gemma2", "gemma3_text"),
-    *("llava", "gemma3", "idefics3", "smolvlm", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "nano"),
+    *(
+        "llava",
+        "pixtral",
+        "mistral3",
+        "gemma3",
+        "idefics3",
+        "smolvlm",
+        "qwen2_vl",
+        "qwen2_5_vl",
+        "qwen3_vl",
+        "nano",
+    ),
     *("qwen3_omni", "qwen2_audio", "voxtral"),
 )
-"""The encoders of Pixtral and Mistral 3 wait inside transformers, for the sizes of pictures."""
 VOCAB, EOS = 700, 3
 ASKED = {
     "plain": SamplingParams(temperature=0.0),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Collection
+from contextlib import asynccontextmanager
 from importlib.util import find_spec
 from types import SimpleNamespace
 from unittest import mock
@@ -52,6 +53,7 @@ from tests.support.model.films import (
     listed,
 )
 from tests.support.render.bombs import Scan, gif_film, progressive_jpeg, segment
+from tests.support.render.doubles import until
 from tests.support.render.hugging_face import video_rules
 
 LIMITS = FilmLimits(1 << 20, 3600.0)
@@ -564,12 +566,18 @@ class FrameWork:
         self.broken = broken
         self.jobs: list[MediaJob] = []
         self.num_refused = 0
+        self.has_begun = asyncio.Event()
+
+    @property
+    def decoded(self) -> list[list[int]]:
+        return [job.options["frames"] for job in self.jobs]
 
     def count_refusal(self) -> None:
         self.num_refused += 1
 
     async def run_job(self, job):
         self.jobs.append(job)
+        self.has_begun.set()
         await asyncio.sleep(0)
         if set(job.options["frames"]) & set(self.broken):
             raise UnprocessableMediaError("broken")
@@ -618,15 +626,115 @@ def test_every_item_of_a_file_gets_its_frames_and_none_is_decoded_twice(
         "lookonce.render.media.film", FRAMES_AT_ONCE=1, BYTES_AT_ONCE=12 * most
     ):
         found = asyncio.run(asyncio.wait_for(scenario(), 30))
-    decoded = [index for job in work.jobs for index in job.options["frames"]]
+    decoded = [index for frames in work.decoded for index in frames]
     for item, frames in found:
         if frames is None:
-            assert broken & set(decoded)
+            assert broken & set(decoded if side_by_side > 1 else item)
         else:
             assert frames == [bytes([number]) * 12 for number in item]
     if not broken & set(decoded):
         assert sorted(decoded) == sorted(index for item in needed for index in item)
         assert all(len(job.options["frames"]) <= max(most, frames_of_item) for job in work.jobs)
+
+
+def small_film(work: FrameWork, num_items: int) -> FilmFile:
+    """Items of a frame each, all of them expected; one job takes 16, each of 12 bytes."""
+    items = [(number,) for number in range(num_items)]
+    index = FilmIndex(2, 2, 1.0, bytes(32 * num_items), (0,))
+    layout = FilmLayout(tuple(map(FilmItem, items)), {"width": 2, "height": 2})
+    with mock.patch.multiple("lookonce.render.media.film", FRAMES_AT_ONCE=1, BYTES_AT_ONCE=12 * 16):
+        film = FilmFile(work, b"GIF89a", index, layout, "", (10.0, 120.0))
+    for item in items:
+        film.expect(item)
+    return film
+
+
+def test_what_others_make_is_neither_decoded_nor_kept():
+    work = FrameWork()
+
+    async def scenario():
+        film = small_film(work, 8)
+        film.forget((2,))
+        asked = asyncio.create_task(film.load((0,)))
+        await work.has_begun.wait()
+        film.forget((3,))  # while it is decoded
+        await asked
+        film.forget((4,))  # when it is made
+        for number in (3, 4, 5):
+            (made,) = unpack_frames(await film.load((number,)))
+            assert bytes(made) == bytes([number]) * 12
+
+    asyncio.run(asyncio.wait_for(scenario(), 30))
+    assert work.decoded == [[0, 1, 3, 4, 5, 6, 7], [3], [4]]
+
+
+def test_a_broken_frame_that_nobody_has_asked_for_fails_no_other():
+    """Another request waits for an item of the same beginning."""
+    work = FrameWork({5})
+
+    async def scenario():
+        film = small_film(work, 40)
+        assert await film.load((0,))
+        assert await film.load((1,))
+        with pytest.raises(UnprocessableMediaError):
+            await film.load((5,))
+
+    asyncio.run(asyncio.wait_for(scenario(), 30))
+    assert work.decoded == [list(range(16)), [0], [1], [5]]
+
+
+def test_an_item_that_its_only_caller_leaves_is_not_decoded_for_another():
+    work = FrameWork()
+
+    async def scenario():
+        film = small_film(work, 40)
+        asked = [asyncio.create_task(film.load((number,))) for number in (0, 30)]
+        await work.has_begun.wait()
+        asked[1].cancel()
+        for number in range(40):
+            film.forget((number,))  # as its prompt does
+        await asked[0]
+        await asyncio.wait(asked)
+
+    asyncio.run(asyncio.wait_for(scenario(), 30))
+    assert work.decoded == [list(range(16))]
+
+
+class MadeElsewhere:
+    """Another API process of the server makes all items of `prompt` but the first one, while `pool`
+    decodes that."""
+
+    def __init__(self, prompt, pool) -> None:
+        self.items = {item.key: item.item for item in prompt.items[1:]}
+        self.pool = pool
+        self.directory = None
+
+    @asynccontextmanager
+    async def claimed(self, key):
+        made = self.items.get(key)
+        if made is None:
+            yield self.keep
+            return
+        await until(lambda: self.pool.decoded)
+        self.directory.hint(key, made.nbytes, made.expansion)
+        yield None
+
+    async def keep(self, item):
+        """It goes with its request."""
+
+
+def test_a_prompt_keeps_no_frames_of_items_that_another_process_made(folder):
+    part = gif_part(gif(range(8)))
+    theirs = render(make_renderer(folder("qwen2_5_vl")), part, **ALL_FRAMES)
+    pool = Counting(folder("qwen2_5_vl"))
+    other = MadeElsewhere(theirs, pool)
+    renderer = make_renderer(folder("qwen2_5_vl"), pool, claims=other)
+    other.directory = renderer._resolver.directory
+    prompt = render(renderer, part, **ALL_FRAMES)
+    assert outcomes(prompt) == ["miss"] + ["shared"] * 3
+    assert pool.decoded == [list(range(8))]
+    asyncio.run(prompt.items[1].recover())
+    assert pool.decoded[1:] == [[2, 3]], "its frames were kept"
 
 
 class Stuck(PoolInProcess):

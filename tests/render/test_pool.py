@@ -715,16 +715,39 @@ def test_a_worker_that_talks_nonsense_is_replaced() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process's memory")
-def test_a_worker_that_a_job_has_left_large_is_replaced() -> None:
+def test_a_worker_that_a_job_has_left_large_is_replaced(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool_module, "MOST_KEPT_BYTES", 64 << 20)
+    caplog.set_level("INFO", "lookonce.render.media.pool")
+
     async def scenario() -> None:
         async with fake_pool() as pool:
             first = worker_of(await pool.run(job(b"keep 1000000")))
             for _ in range(3):
                 assert worker_of(await pool.run(job())) == first
-            await pool.run(job(b"keep %d" % (pool_module.MOST_KEPT_BYTES + 2**20)))
-            while worker_of(await pool.run(job())) == first:
-                pass  # a job that waits already is done first
+            caplog.clear()
+            await pool.run(job(b"keep %d" % (65 << 20), "greedy"))
+            assert worker_of(await pool.run(job())) != first
             assert pool.killed.total() == 0
+            assert pool._queue.debt("greedy") >= pool_module.START_COST
+            assert pool._queue.debt("") < pool_module.START_COST
+
+    asyncio.run(scenario())
+    (record,) = [each for each in caplog.records if "much memory" in each.message]
+    assert vars(record)["tenant"] == "greedy"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process's memory")
+def test_memory_that_a_worker_has_freed_costs_it_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large item that has just been sent."""
+    monkeypatch.setattr(pool_module, "MOST_KEPT_BYTES", 64 << 20)
+
+    async def scenario() -> None:
+        async with fake_pool() as pool:
+            first = worker_of(await pool.run(job(b"free %d" % (65 << 20))))
+            assert worker_of(await pool.run(job(b"free %d" % (65 << 20)))) == first
+            assert worker_of(await pool.run(job())) == first
 
     asyncio.run(scenario())
 

@@ -6,7 +6,7 @@ import asyncio
 import gc
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
@@ -594,6 +594,60 @@ def test_cancelling_one_waiter_leaves_the_others_flying():
         [item] = await second
         assert item.item is not None
         assert site.processed == [b"cat"]
+
+    play(scenario)
+
+
+# --- items that are made of a larger file --------------------------------------------------------
+
+
+class Later:
+    """The bytes of an item of a film; empty ones are broken."""
+
+    def __init__(self, data):
+        self.data = data
+        self.is_expected = False
+
+    def announce(self):
+        self.is_expected = True
+
+    def forget(self):
+        self.is_expected = False
+
+    async def __call__(self):
+        await asyncio.sleep(0)
+        if not self.data:
+            raise UnprocessableMediaError("the film is broken")
+        return self.data
+
+
+def later(data):
+    return replace(inline(b""), identity=b"of " + data, load=Later(data))
+
+
+@pytest.mark.parametrize("ended_by", ["its end", "its client", "an error"])
+def test_a_prompt_that_is_through_expects_no_frames_any_more(ended_by):
+    """Another prompt that joined an item keeps the film alive."""
+
+    async def scenario(site):
+        sources = [
+            later(b"cat"),
+            later(b"" if ended_by == "an error" else b"doggy"),
+            later(b"bird"),
+        ]
+        site.pool.gate.clear()
+        first = asyncio.create_task(site.send(*sources))
+        second = asyncio.create_task(site.send(later(b"cat")))
+        await until(lambda: b"cat" in site.processed)
+        if ended_by == "its client":
+            first.cancel()
+        elif ended_by == "its end":
+            site.pool.gate.set()
+        await asyncio.wait([first])
+        assert not any(source.load.is_expected for source in sources)
+        site.pool.gate.set()
+        await second
+        assert site.processed.count(b"cat") == 1
 
     play(scenario)
 

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lookonce.errors import ConfigError
+from lookonce.errors import ConfigError, UnavailableError
 from lookonce.simulate.engine import EngineSpec
 from lookonce.simulate.prices import Prices
-from lookonce.simulate.shards import LocalShard
+from lookonce.simulate.shards import LocalShard, ProcessShard, Window
 from lookonce.simulate.simulation import ROUTERS, FleetSpec, Outcome, Sent, Simulation, shares
 from lookonce.simulate.trace import GENERATORS, Shape, TraceRequest
 from lookonce.types.kv import parse_tier_spec
@@ -100,6 +100,13 @@ def test_another_process_does_the_same() -> None:
     other = Simulation(msgspec.structs.replace(spec, processes=2), Prices()).run(requests)
     assert figures(one) == pytest.approx(figures(other), rel=1e-12)
     assert np.array_equal(one.first_token, other.first_token)
+
+
+def test_a_process_that_ends_is_an_error() -> None:
+    shard = ProcessShard(SMALL, Prices(), [0], followed=False)
+    shard.close()
+    with pytest.raises(UnavailableError, match="a process of the simulation has ended"):
+        shard.begin(Window(1.0, []))
 
 
 def test_every_engine_is_of_one_process() -> None:

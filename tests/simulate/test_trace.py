@@ -21,7 +21,9 @@ from lookonce.simulate.trace import (
     TraceMedium,
     TraceRequest,
     block_keys,
+    few_mixed,
     media_key,
+    mix,
     number_of,
     read_trace,
     token_ids,
@@ -177,3 +179,10 @@ def test_keys_of_blocks_are_equal_where_hashes_of_their_tokens_are(
         keys += block_keys(request, block_size)
         hashes += chain
     assert [keys.index(key) for key in keys] == [hashes.index(each) for each in hashes]
+
+
+@settings(max_examples=50)
+@given(first=st.integers(0, 2**64 - 1), count=st.integers(0, 12))
+def test_few_numbers_are_mixed_as_many_are(first: int, count: int) -> None:
+    numbers = [(first + n) % 2**64 for n in range(count)]
+    assert list(few_mixed(first, count)) == mix(np.array(numbers, np.uint64)).tolist()

@@ -70,6 +70,8 @@ class FakeEngine:
     ready: bool = True
     adapters: dict[str, str] = field(default_factory=dict)
     """Name → digest of its contents, in hex."""
+    probes: dict[str, int] = field(default_factory=dict)
+    """Routes of probes that are answered 500, and how often they were."""
     received: list[Received] = field(default_factory=list)
     left: asyncio.Event = field(default_factory=asyncio.Event)
     """A client has closed its connection."""
@@ -108,6 +110,9 @@ class FakeEngine:
 
     async def _respond(self, request: Received, writer: asyncio.StreamWriter) -> None:
         match request.target:
+            case target if target in self.probes:
+                self.probes[target] += 1
+                reply(writer, 500, {})
             case "/ready":
                 reply(writer, 200 if self.ready else 503, {})
             case "/v1/models":

@@ -197,7 +197,7 @@ def listed_seconds(frames: Iterable[bytes | bytearray], pixels: int, limits: Cos
     seconds = 0.0
     for frame in frames:
         own = math.prod(picture_size(frame) or (0, 0))
-        decoding = max(0.0, estimate_cost("image", frame, limits) - _processing(own))
+        decoding = max(0.0, estimate_cost("image", bytes(frame), limits) - _processing(own))
         seconds += decoding + film_item_seconds(own, pixels)
     return seconds
 

@@ -19,7 +19,7 @@ import asyncio
 import math
 import struct
 from bisect import bisect_right
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -379,6 +379,9 @@ class _Pack:
     def announce(self) -> None:
         self.film.expect(self.frames)
 
+    def forget(self) -> None:
+        """Nothing of a list is made before it is asked for."""
+
     async def __call__(self) -> Encoded:
         await self.film.judge()
         return pack_frames([bytes(frame) for frame in self.frames])
@@ -447,6 +450,9 @@ class _Load:
     def announce(self) -> None:
         self.film.expect(self.frames)
 
+    def forget(self) -> None:
+        self.film.forget(self.frames)
+
     async def __call__(self) -> Encoded:
         return await self.film.load(self.frames)
 
@@ -456,9 +462,10 @@ class FilmFile:
 
         expected ─▶ their cost is judged ─▶ jobs of items side by side, in the film's order
                                                  │ asked for: given to who waits
-                                                 └ not yet: kept, which are those of one job
+                                                 └ still expected: kept until it is, or forgotten
 
-    So no frame that several items need to be decoded before theirs is decoded once for each.
+    So no frame that several items need to be decoded before theirs is decoded once for each. After
+    a job that fails, jobs are of items that are asked for alone.
     """
 
     def __init__(
@@ -482,38 +489,51 @@ class FilmFile:
         self._cost = FilmCost(len(data), index.num_frames, pixels, data[:6] in GIF_HEADS)
         self._most_frames = max(FRAMES_AT_ONCE, BYTES_AT_ONCE // max(1, 3 * self._model_pixels))
         self._expected: set[tuple[int, ...]] = set()
+        """Not asked for yet, and not made."""
         self._wanted: dict[tuple[int, ...], asyncio.Future[Encoded]] = {}
         self._ahead: dict[tuple[int, ...], Encoded] = {}
         """Made with others before they were asked for."""
         self._is_judged = False
         self._refusal: str | None = None
-        self._num_waiting = 0
+        self._num_waiting: Counter[tuple[int, ...]] = Counter()
+        """Callers that wait, by item."""
         self._task: asyncio.Task[None] | None = None
 
     def expect(self, frames: tuple[int, ...]) -> None:
+        """The item will be asked for: it may be made before, with others."""
         self._expected.add(frames)
+
+    def forget(self, frames: tuple[int, ...]) -> None:
+        """The item may never be asked for: it is not made, or kept, unless somebody waits for it.
+        It can still be loaded."""
+        self._expected.discard(frames)
+        self._ahead.pop(frames, None)
 
     async def load(self, frames: tuple[int, ...]) -> Encoded:
         """The frames of an item, packed. Raises a `RequestError` that names no part.
 
-        When the last caller is cancelled, so is the decoding.
+        An item whose callers are all cancelled is no longer wanted; when none is, the decoding is
+        cancelled.
         """
         ahead = self._ahead.pop(frames, None)
         if ahead is not None:
             return ahead
-        self._expected.add(frames)
-        self._judge()
+        self._judge(frames)
+        self._expected.discard(frames)
         future = self._wanted.get(frames)
         if future is None:
             future = self._wanted[frames] = asyncio.get_running_loop().create_future()
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._decode_wanted())
-        self._num_waiting += 1
+        self._num_waiting[frames] += 1
         try:
             return await asyncio.shield(future)
         finally:
-            self._num_waiting -= 1
-            if self._num_waiting == 0:
+            self._num_waiting[frames] -= 1
+            if not self._num_waiting[frames]:
+                del self._num_waiting[frames]
+                self._wanted.pop(frames, None)
+            if not self._num_waiting:
                 self._give_up()
 
     def _give_up(self) -> None:
@@ -524,13 +544,13 @@ class FilmFile:
 
     # --- what it costs ------------------------------------------------------------------------
 
-    def _judge(self) -> None:
-        """Raises `TooLargeError` if the items that are expected by now would take too long. Those
-        that are asked for later were made before, and gone since."""
+    def _judge(self, frames: tuple[int, ...]) -> None:
+        """Raises `TooLargeError` if the first item that is asked for, with those that are expected
+        by then, would take too long. Others were made before, and gone since."""
         if not self._is_judged:
             self._is_judged = True
             try:
-                self._check_cost(sorted(self._expected))
+                self._check_cost(sorted({*self._expected, frames}))
             except TooLargeError as error:
                 self._refusal = error.message
                 self._work.count_refusal()
@@ -568,15 +588,19 @@ class FilmFile:
     # --- decoding -----------------------------------------------------------------------------
 
     async def _decode_wanted(self) -> None:
-        while self._wanted:
+        while True:
             await asyncio.sleep(0)  # the items of one prompt ask one after the other
+            if not self._wanted:
+                return
             first = min(self._wanted)
-            items = sorted(each for each in self._expected if each >= first)
+            items = sorted({*self._wanted, *(each for each in self._expected if each > first)})
             count, seconds = self._job(items, 0)
             batch = items[:count]
             try:
                 packed = await self._decode(batch, seconds)
             except BaseException as error:
+                if isinstance(error, UnprocessableMediaError) and self._only_wanted(batch):
+                    continue
                 if self._task is asyncio.current_task():  # else nobody waits for this batch
                     for future in self._futures(batch).values():
                         future.set_exception(error)
@@ -584,13 +608,19 @@ class FilmFile:
                 if not isinstance(error, Exception):
                     raise
             else:
-                self._expected.difference_update(batch)
-                futures = self._futures(batch)
-                for frames in batch:
-                    if frames in futures:
-                        futures[frames].set_result(packed[frames])
-                    else:
-                        self._ahead[frames] = packed[frames]
+                for frames, future in self._futures(batch).items():
+                    future.set_result(packed[frames])
+                for frames in self._expected.intersection(batch):
+                    self._expected.remove(frames)
+                    self._ahead[frames] = packed[frames]
+
+    def _only_wanted(self, batch: Sequence[tuple[int, ...]]) -> bool:
+        """Make nothing more before it is asked for; whether that leaves some of the batch out, so
+        that the rest is to be tried by itself."""
+        self._expected.clear()
+        return any(frames in self._wanted for frames in batch) and not all(
+            frames in self._wanted for frames in batch
+        )
 
     def _futures(
         self, batch: Sequence[tuple[int, ...]]

@@ -36,7 +36,6 @@ from lookonce.render.media.address_guard import GuardedBackend, is_any, is_publi
 from lookonce.render.media.fetch import FetchCounts, Fetcher
 from lookonce.render.media.fetch_cache import FetchCache
 from lookonce.render.media.single_flight import SingleFlight
-from lookonce.types.attached_media import ATTACHED_SCHEME, attached_media
 from lookonce.types.held_bytes import current_held_bytes
 from lookonce.types.media import Modality
 
@@ -80,6 +79,10 @@ class LaterBytes(Protocol):
     def announce(self) -> None:
         """They will be asked for: what all of a prompt's items take is judged before any is made,
         and items that lie side by side are made together."""
+
+    def forget(self) -> None:
+        """They need not be made, nor kept, before they are asked for: somebody else makes the item,
+        or its prompt is through."""
 
     async def __call__(self) -> Encoded:
         """Raises a `RequestError`."""
@@ -219,28 +222,11 @@ def source_of_url(url: str, modality: Modality, param: str, uuid: str | None = N
         case "file":
             _check_length(url, param)
             return MediaSource(modality, "file", url, param, uuid)
-        case "attached":
-            return MediaSource(modality, "inline", "", param, uuid, data=_attached(url, param))
         case "lookonce" if modality == "image":
             return MediaSource(modality, "nothing", "", param, uuid, digest=_named(url, param))
     raise BadRequestError(
         f"{param}: the URL must be https, http, data (base64) or file", param=param
     )
-
-
-def _attached(url: str, param: str) -> bytes:
-    """What stands behind the request's JSON. Raises `BadRequestError`."""
-    number, attached = url[len(ATTACHED_SCHEME) :], attached_media.get()
-    if not number.isdecimal() or len(number) > 9 or int(number) >= len(attached):
-        raise BadRequestError(
-            f"{param}: {ATTACHED_SCHEME} is followed by the number of a medium that is attached to "
-            f"this request, which has {len(attached)}",
-            param=param,
-        )
-    data = attached[int(number)]
-    if not data:
-        raise BadRequestError(f"{param}: the data is empty", param=param)
-    return data
 
 
 def _named(url: str, param: str) -> bytes:

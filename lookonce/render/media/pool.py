@@ -68,10 +68,12 @@ from lookonce.render.media.worker import (
     JobFailed,
     JobRequest,
     LinkClosedError,
+    MemoryTrimmed,
     PagesDone,
     PagesRequest,
     SlabGranted,
     SlabWanted,
+    TrimMemory,
     WorkerReady,
     receive,
     reply_decoder,
@@ -121,8 +123,8 @@ MAX_EXPANSION = 1 << 24
 MAX_MILLISECONDS = 24 * 3600 * 1000.0
 """That a job says it took."""
 MOST_KEPT_BYTES = 256 << 20
-"""Of a worker that has nothing to do, beyond what it had before its first job: decoders, PDFium
-most of all, may keep what one hostile file made them allocate."""
+"""Of a worker between two jobs, beyond what it had before its first one: decoders, PDFium most of
+all, may keep what one hostile file made them allocate."""
 WORKER = "lookonce.render.media.worker"
 WORKER_COMMAND = (sys.executable, "-m", WORKER)
 CPU_CLOCK = 2
@@ -391,12 +393,26 @@ class MediaPool:
             ready.set_result(None)
         while (queued := self._next()) is not None:
             self._process(queued)
+            if not self._closed:
+                self._discard_if_large(queued)
             del queued  # its item must not be kept while this thread waits
             if not self._closed:
-                if not self._queue:
-                    self._workers.discard_if_large()
                 with contextlib.suppress(Exception):
                     self._workers.ensure_worker()
+
+    def _discard_if_large(self, queued: Queued) -> None:
+        """End the worker if this job has left it with more memory than it should; its tenant pays
+        for the next one."""
+        worker = self._workers.large_one()
+        if worker is None:
+            return
+        with self._changed:
+            self._queue.settle(queued.tenant, START_COST)
+        logger.info(
+            "a media worker is replaced: an item has left much memory in use",
+            extra=_log_fields(queued.job.job),
+        )
+        self._workers.discard(worker)
 
     def _next(self) -> Queued | None:
         """Wait for a job and take it; None when the pool is closed."""
@@ -518,12 +534,7 @@ class MediaPool:
             self.killed[reason] += 1
         logger.warning(
             "a media worker ended before its item was done",
-            extra={
-                "reason": reason,
-                "modality": job.modality,
-                "tenant": job.tenant,
-                "request_id": job.request_id,
-            },
+            extra={"reason": reason, **_log_fields(job)},
         )
 
     def _settle(self, queued: Queued, used: float) -> None:
@@ -629,12 +640,10 @@ class _Workers:
         for name, problem in report.refused.items():
             logger.warning("media workers run without %s: %s", name, problem)
 
-    def discard_if_large(self) -> None:
-        """End this thread's worker if its last job has left more memory behind than it should."""
+    def large_one(self) -> _WorkerProcess | None:
+        """This thread's worker, if its last job has left more memory behind than it should."""
         worker: _WorkerProcess | None = getattr(self._thread, "worker", None)
-        if worker is not None and worker.kept_bytes() > MOST_KEPT_BYTES:
-            logger.info("a media worker is replaced: a job has left much memory in use")
-            self.discard(worker)
+        return worker if worker is not None and worker.is_large() else None
 
     def discard(self, worker: _WorkerProcess) -> int | None:
         """End the worker; the signal that it had ended by before, if any."""
@@ -847,13 +856,32 @@ class _WorkerProcess:
             self._cpu_seconds = time.clock_gettime(~self._process.pid << 3 | CPU_CLOCK)
         return self._cpu_seconds
 
-    def kept_bytes(self) -> int:
-        """Memory that the process has come to have of its own since it was started; 0 where the
-        system does not tell."""
-        return self._own_bytes() - self._own_bytes_at_start
+    def is_large(self) -> bool:
+        """Whether the process has come to have more than `MOST_KEPT_BYTES` of its own since it was
+        started, without what it has freed since; False where the system does not tell."""
+        if not self._keeps_much():
+            return False
+        try:
+            self._trim()
+        except (LinkClosedError, OSError):
+            return True
+        return self._keeps_much()
+
+    def _keeps_much(self) -> bool:
+        return self._own_bytes() - self._own_bytes_at_start > MOST_KEPT_BYTES
+
+    def _trim(self) -> None:
+        """Just after its answer a worker still has the item that it has sent, and what its job has
+        freed. Raises `LinkClosedError`, `TimeoutError` or `OSError`."""
+        with self._busy:
+            self._link.settimeout(min(BEGIN_TIMEOUT, self._job_timeout))
+            send(self._link, TrimMemory())
+            reply, _ = receive(self._link, self._replies, None, MAX_HEAD_BYTES)
+        if not isinstance(reply, MemoryTrimmed):
+            raise LinkClosedError
 
     def _own_bytes(self) -> int:
-        """Resident, and neither files nor shared memory."""
+        """Resident, and neither files nor shared memory; 0 where the system does not tell."""
         try:
             pages = Path(f"/proc/{self._process.pid}/statm").read_text().split()
         except OSError:  # no Linux, or the process has ended
@@ -954,6 +982,10 @@ def _check_pages(rendered: RenderedPages, job: PagesJob, max_pages: int) -> None
 
 def _encoded(data: bytes | memoryview) -> Array:
     return Array("uint8", (memoryview(data).nbytes,), data)
+
+
+def _log_fields(job: Job) -> dict[str, str]:
+    return {"modality": job.modality, "tenant": job.tenant, "request_id": job.request_id}
 
 
 def _lost_worker(job: Job, reason: KillReason) -> UnprocessableMediaError:

@@ -48,7 +48,13 @@ from lookonce.errors import (
 from lookonce.render.families.base import Options
 from lookonce.render.media.cost import UNLIMITED, CostLimits, estimate_cost
 from lookonce.render.media.fair_queue import QueueLimitError
-from lookonce.render.media.loader import OFF_LOOP_BYTES, Encoded, MediaSource, for_part
+from lookonce.render.media.loader import (
+    OFF_LOOP_BYTES,
+    Encoded,
+    LaterBytes,
+    MediaSource,
+    for_part,
+)
 from lookonce.render.media.picture_size import ExpansionsBySize
 from lookonce.render.media.processing import MediaJob, Processed
 from lookonce.render.media.single_flight import SingleFlight
@@ -359,6 +365,7 @@ class MediaResolver:
     ) -> list[RenderedItem]:
         found: dict[int, RenderedItem] = {}
         missing: dict[int, Callable[[], Coroutine[Any, Any, RenderedItem]]] = {}
+        announced: list[LaterBytes] = []
         for number, source in enumerate(sources):
             part = self._identify_now(source, prompt)
             held = None if part is None else self._lookup(part, prompt)
@@ -367,13 +374,18 @@ class MediaResolver:
             elif part is not None:
                 if source.load is not None:
                     source.load.announce()
+                    announced.append(source.load)
                 missing[number] = partial(self._make, part, prompt)
             else:
                 missing[number] = partial(self._load_and_make, source, prompt)
         if missing:
             has_film = any(source.modality == "video" for source in sources)
             most = FILM_SIDE_BY_SIDE if has_film else MAX_SIDE_BY_SIDE
-            found |= zip(missing, await gather(missing.values(), most), strict=True)
+            try:
+                found |= zip(missing, await gather(missing.values(), most), strict=True)
+            finally:  # another prompt may have joined one of the items, whose film goes on
+                for load in announced:
+                    load.forget()
         return [found[number] for number in range(len(sources))]
 
     async def _load_and_make(self, source: MediaSource, prompt: _Prompt) -> RenderedItem:
@@ -582,9 +594,12 @@ class MediaResolver:
         begun = time.monotonic()
         for _ in range(MAX_CLAIMS_OF_ONE_PART):
             joined = part.key in self._running
+            if joined:
+                _forget(part)
             made = await self._process(part, self._make_claimed)
             if made is not None:
                 break
+            _forget(part)
             held = self._lookup(part, prompt, waited=True)
             if held is not None:
                 held.made = begun, time.monotonic()
@@ -703,6 +718,12 @@ class MediaResolver:
                 if not joined:
                     rendered.decode_ms, rendered.process_ms = made.decode_ms, made.process_ms
         return made.item
+
+
+def _forget(part: ResolvedPart) -> None:
+    """Somebody else makes the item, or has made it."""
+    if part.source.load is not None:
+        part.source.load.forget()
 
 
 def _options_of(source: MediaSource, prompt: _Prompt) -> Options:

@@ -162,6 +162,11 @@ class DropSlabs(msgspec.Struct, frozen=True, tag="drop_slabs", array_like=True):
     numbers: tuple[int, ...]
 
 
+class TrimMemory(msgspec.Struct, frozen=True, tag="trim", array_like=True):
+    """The worker is to give the memory that its jobs have freed to the system now; it answers
+    `MemoryTrimmed`."""
+
+
 class SlabGranted(msgspec.Struct, frozen=True, tag="slab", array_like=True):
     """A slab for this job, with its descriptor the first time. `number` 0: there is none."""
 
@@ -193,6 +198,10 @@ class JobDone(msgspec.Struct, frozen=True, tag="done", array_like=True):
     processed: Processed
 
 
+class MemoryTrimmed(msgspec.Struct, frozen=True, tag="trimmed", array_like=True):
+    """What the worker still has, it needs, or something in it keeps."""
+
+
 class PagesDone(msgspec.Struct, frozen=True, tag="rendered", array_like=True):
     """The rendered pages."""
 
@@ -207,8 +216,8 @@ class JobFailed(msgspec.Struct, frozen=True, tag="failed", array_like=True):
     """The worker ends: what is left of its memory may be in pieces."""
 
 
-WorkerRequest = ConfigureWorker | JobRequest | PagesRequest | DropSlabs | SlabGranted
-WorkerReply = WorkerReady | JobBegun | SlabWanted | JobDone | PagesDone | JobFailed
+WorkerRequest = ConfigureWorker | JobRequest | PagesRequest | DropSlabs | TrimMemory | SlabGranted
+WorkerReply = WorkerReady | JobBegun | SlabWanted | JobDone | PagesDone | MemoryTrimmed | JobFailed
 
 
 def request_decoder() -> MessageDecoder[WorkerRequest]:
@@ -353,6 +362,10 @@ def _serve(
     close_fds(fds)
     if isinstance(request, DropSlabs):
         slabs.unmap(request.numbers)
+        return
+    if isinstance(request, TrimMemory):
+        give_memory_back()
+        send(link, MemoryTrimmed())
         return
     assert isinstance(request, (JobRequest, PagesRequest))
     current_request_id.set(request.request_id)

@@ -9,7 +9,6 @@ media tokens are escaped (see `placeholders`), so that only the template can wri
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import json
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
@@ -198,8 +197,7 @@ class PromptEncoder:
         `QueueFullError`."""
         if not large:
             return work()
-        context = contextvars.copy_context()  # where the request's attached media are
-        return await self._long_texts.run(lambda: context.run(work), tenant, QUANTUM)
+        return await self._long_texts.run(work, tenant, QUANTUM)
 
     def _text_of(
         self, conversation: Sequence[Json], options: ChatOptions, follows: Follows | None = None

@@ -7,7 +7,6 @@ searched for the exact part at fault (`messages[1].content[0]`).
 from __future__ import annotations
 
 import copy
-import itertools
 import re
 import types
 import typing
@@ -37,7 +36,6 @@ from lookonce.server.http.unknown_fields import (
     unknown_part_fields,
 )
 from lookonce.server.services import Principal, Services, header
-from lookonce.types.attached_media import ATTACHED_HEADER, attached_media
 from lookonce.types.held_bytes import current_held_bytes
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -55,7 +53,6 @@ MAX_LOCATED = 1 << 16
 """Commas of a body that is searched for the part at fault, in Python; in others it is named as
 msgspec does, which may leave positions out (`messages[...]`)."""
 SLICE_BYTES = 1 << 20
-MAX_LENGTH_DIGITS = 12
 HEADROOM = 200
 """Frames that a thread adds to its stack before it decodes: the event loop's stack is deeper, and
 what is nested too deeply to be encoded there must not be decoded."""
@@ -65,34 +62,12 @@ async def receive(request: Request, kind: type[T]) -> T:
     """Read and decode the body; raises `TooLargeError` or `BadRequestError` naming the part."""
     services: Services = request.app.state.services
     body = await read_body(request, services.config.media.max_body_bytes)
-    body = _without_attached(body, header(request.scope, ATTACHED_HEADER))
     decoded, unknown = await decoded_body(request, body, lambda: parse_reporting(body, kind))
     if unknown:
         request.state.warning = services.unknown_fields.judge(unknown, kind)
     if ignored := ignored_fields(decoded):
         note_ignored(request, services.unknown_fields, ignored)
     return decoded
-
-
-def _without_attached(body: bytes, lengths: str) -> bytes:
-    """The JSON of a body that has media behind it, which `attached_media` has from now on. Raises
-    `BadRequestError`."""
-    if not lengths:
-        attached_media.set(())
-        return body
-    sizes = [
-        int(each) if each.isdecimal() and len(each) <= MAX_LENGTH_DIGITS else len(body) + 1
-        for each in lengths.split(",")
-    ]
-    ends = list(itertools.accumulate(sizes, initial=len(body) - sum(sizes)))
-    if ends[0] < 0:
-        raise BadRequestError(
-            f"{ATTACHED_HEADER.decode()}: lengths in bytes, with commas between them, of what the "
-            f"body of {len(body)} bytes ends with"
-        )
-    view = memoryview(body)
-    attached_media.set(tuple(bytes(view[start:end]) for start, end in itertools.pairwise(ends)))
-    return body[: ends[0]]
 
 
 async def read_body(request: Request, limit: int) -> bytes:

@@ -26,11 +26,8 @@ from lookonce.frontend.requests import (
 )
 from lookonce.server.http.body import FEW_VALUES, MAX_VALUES, SMALL_BODY_BYTES, parse, receive
 from lookonce.types.held_bytes import TenantBytes
-from tests.support.drawing import image_part
-from tests.support.model.cases import picture
 from tests.support.nodes import engine_node, run
 from tests.support.server.doubles import ByteRenderer
-from tests.support.server.media import chat, encoded, processors
 
 KINDS = [ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest]
 FIELDS = sorted({f.name for kind in KINDS for f in msgspec.structs.fields(kind)})
@@ -247,44 +244,5 @@ def test_more_tokens_than_the_model_takes_are_not_decoded(folder):
             assert (error["param"], error["code"]) == ("tokens", "context_length_exceeded")
             await node.ok("/detokenize", {"tokens": [5] * limit})
             assert decoded == [limit]
-
-    run(scenario())
-
-
-def test_media_behind_the_json_are_the_same_as_in_it(folder):
-    """Also where the conversation is so long that it is read in a thread."""
-    one, two = image_part(picture(1)), image_part(picture(2))
-    files = [encoded(part)[1] for part in (one, two)]
-
-    async def scenario():
-        async with engine_node(folder("llava")) as node:
-            route = "/v1/chat/completions"
-            await node.ok(route, chat(one, two))
-            for words in ("", "word " * 20_000):
-                urls = [{"url": f"attached:{number}"} for number in (1, 0)]
-                parts = [{"type": "image_url", "image_url": url} for url in urls]
-                body = json.dumps(chat(*parts, {"type": "text", "text": words})).encode()
-                headers = {"x-lookonce-attached": ",".join(str(len(each)) for each in files)}
-                content = body + b"".join(files)
-                sent = await node.http.post("/tokenize", content=content, headers=headers)
-                assert sent.status_code == 200, sent.text
-                if not words:
-                    sent = await node.http.post(route, content=content, headers=headers)
-                    assert processors(sent.json()) == ["hit", "hit"]
-            for number, lengths, what in (
-                ("2", "1,1", "has 2"),
-                ("0", "", "has 0"),
-                ("x", "1", "number of a medium"),
-                ("0", "0", "empty"),
-                ("0", "9999999", "lengths in bytes"),
-                ("0", "1,-1", "lengths in bytes"),
-                ("0", "9" * 5000, "lengths in bytes"),
-            ):
-                part = {"type": "image_url", "image_url": {"url": f"attached:{number}"}}
-                content = json.dumps(chat(part)).encode() + b"ab"[: lengths.count("1")]
-                headers = {"x-lookonce-attached": lengths}
-                refused = await node.http.post(route, content=content, headers=headers)
-                assert refused.status_code == 400
-                assert what in refused.json()["error"]["message"]
 
     run(scenario())

@@ -367,8 +367,7 @@ def test_a_front_ends_name_for_a_picture_is_the_engines(folder):
             processor = Processor(bytes.fromhex(told["fingerprint"]), told["algorithm"])
             sent = msgspec.json.encode(body)
             _, identity = identify_body(sent, "", lambda _: processor)
-            (inline,) = identity.inline
-            named = msgspec.json.decode(body_with_names(sent, [inline], {inline.key})[0])
+            named = msgspec.json.decode(body_with_names(sent, identity.inline))
             assert named != body
             assert (await node.post("/v1/chat/completions", named)).status_code == 422
             first = await node.ok("/v1/chat/completions", body)

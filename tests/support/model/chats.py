@@ -28,6 +28,7 @@ from lookonce.render.media.resolver import MediaResolver
 from lookonce.render.prompt.encoder import PromptEncoder, template_sources
 from lookonce.render.prompt.tokenizer import Tokenizer
 from lookonce.render.renderer import Renderer
+from lookonce.types.ports import ClaimsItems
 from lookonce.types.request import RenderedPrompt
 from tests.support.model.cases import Case
 from tests.support.model_folders.make import GENERAL_MEDIA_KINDS
@@ -57,7 +58,10 @@ class PoolInProcess:
 
 
 def make_renderer(
-    folder: Path, pool: PoolInProcess | None = None, media: MediaConfig | None = None
+    folder: Path,
+    pool: PoolInProcess | None = None,
+    media: MediaConfig | None = None,
+    claims: ClaimsItems | None = None,
 ) -> Renderer:
     tokenizer = Tokenizer.load(folder)
     family = load_family(folder, "float32")
@@ -68,6 +72,7 @@ def make_renderer(
         loader=FakeLoader({}),
         pool=pool or PoolInProcess(folder),
         max_bytes=1 << 24,
+        claims=claims,
     )
     return Renderer(
         encoder=PromptEncoder(tokenizer, template_sources(folder, tokenizer), family),

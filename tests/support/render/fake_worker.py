@@ -27,10 +27,12 @@ from lookonce.render.media.worker import (
     JobDone,
     JobRequest,
     LinkClosedError,
+    MemoryTrimmed,
     PagesDone,
     PagesRequest,
     SlabGranted,
     SlabWanted,
+    TrimMemory,
     WorkerReady,
     WorkerRequest,
     pool_socket,
@@ -45,6 +47,8 @@ Requests = MessageDecoder[WorkerRequest]
 SLAB_BYTES = 1 << 20
 KEPT: list[NDArray[np.uint8]] = []
 """What jobs have left behind."""
+FREED: list[NDArray[np.uint8]] = []
+"""What jobs leave until the worker is asked to give it back."""
 NONSENSE = [b"\xc1"]
 """A frame that holds no msgpack."""
 EXPANSIONS = {
@@ -177,6 +181,8 @@ def work(link: MessageSocket, job: JobRequest, data: bytes, hostile: Hostile) ->
         return
     if data.startswith(b"keep "):
         KEPT.append(np.ones(int(data[5:]), np.uint8))
+    if data.startswith(b"free "):
+        FREED.append(np.ones(int(data[5:]), np.uint8))
     if data.startswith(b"mark "):
         Path(os.fsdecode(data[5:])).touch()
     if data.startswith(b"wait "):
@@ -223,6 +229,10 @@ def main() -> None:
                 job, _ = receive(link, requests)
                 if isinstance(job, DropSlabs):
                     continue  # it keeps them mapped
+                if isinstance(job, TrimMemory):
+                    FREED.clear()
+                    send(link, MemoryTrimmed())
+                    continue
                 assert isinstance(job, JobRequest | PagesRequest)
                 data = bytes(job.data.data)
                 if isinstance(job, PagesRequest):
