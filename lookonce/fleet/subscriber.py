@@ -31,23 +31,23 @@ and what was sent to an engine counts as held there before it says so."""
 POLL_MILLISECONDS = 200
 
 
-class Added(msgspec.Struct, frozen=True, gc=False):
+class Added(msgspec.Struct, frozen=True, gc=False, tag=True):
     """Keys that the engine holds now, as the index lists them."""
 
     topic: str
     keys: list[int]
 
 
-class Gone(msgspec.Struct, frozen=True, gc=False):
+class Gone(msgspec.Struct, frozen=True, gc=False, tag=True):
     topic: str
     keys: list[int]
 
 
-class AllGone(msgspec.Struct, frozen=True, gc=False):
+class AllGone(msgspec.Struct, frozen=True, gc=False, tag=True):
     topic: str
 
 
-class PromptComputed(msgspec.Struct, frozen=True, gc=False):
+class PromptComputed(msgspec.Struct, frozen=True, gc=False, tag=True):
     """An engine has computed a request's prompt."""
 
     request_id: str
@@ -58,7 +58,7 @@ class PromptComputed(msgspec.Struct, frozen=True, gc=False):
     """Of the last full block."""
 
 
-class EngineLoad(msgspec.Struct, frozen=True, gc=False):
+class EngineLoad(msgspec.Struct, frozen=True, gc=False, tag=True):
     """What `engine.process.cache_events.Load` says."""
 
     running: int

@@ -17,14 +17,16 @@ from __future__ import annotations
 import gc
 import math
 import multiprocessing
-import pickle
 import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
+
+import msgspec
+import numpy as np
 
 from lookonce.errors import UnavailableError
 from lookonce.fleet.subscriber import GATHER_SECONDS, Change
@@ -55,14 +57,14 @@ class Arrival(NamedTuple):
     request: TraceRequest
 
 
-class Answered(NamedTuple):
+class Answered(msgspec.Struct, frozen=True, gc=False, tag=True):
     """A request's first token has come."""
 
     number: int
     first_token: float
 
 
-class Ended(NamedTuple):
+class Ended(msgspec.Struct, frozen=True, gc=False, tag=True):
     """What has become of a request."""
 
     number: int
@@ -74,7 +76,7 @@ class Ended(NamedTuple):
     failed: str
 
 
-class Changed(NamedTuple):
+class Changed(msgspec.Struct, frozen=True, gc=False, tag=True):
     """What an engine's caches have gained and lost, and its load."""
 
     engine: int
@@ -204,6 +206,18 @@ class Report(NamedTuple):
     """Of an event of theirs; infinite where there is none."""
 
 
+class ShardSpec(msgspec.Struct, frozen=True):
+    """What another process needs to simulate some engines."""
+
+    spec: EngineSpec
+    prices: Prices
+    numbers: list[int]
+    followed: bool
+
+
+T = TypeVar("T")
+
+
 class Shard(Protocol):
     """Engines with a clock of their own."""
 
@@ -263,23 +277,20 @@ class ProcessShard:
         self.numbers = numbers
         context = multiprocessing.get_context("spawn")
         self._connection, other = context.Pipe()
-        self._process = context.Process(
-            target=_serve, args=(other, spec, prices, list(numbers), followed), daemon=True
-        )
+        self._process = context.Process(target=_serve, args=(other,), daemon=True)
         self._process.start()
         other.close()
+        self._send(ShardSpec(spec, prices, list(numbers), followed))
 
     def begin(self, window: Window) -> None:
         self._send(window)
 
     def receive(self) -> Report:
-        report: Report = self._receive()
-        return report
+        return self._receive(Report)
 
     def finish(self) -> GroupTotals:
         self._send(None)
-        totals: GroupTotals = self._receive()
-        return totals
+        return self._receive(GroupTotals)
 
     def close(self) -> None:
         self._connection.close()
@@ -289,37 +300,43 @@ class ProcessShard:
 
     def _send(self, message: Any) -> None:
         try:
-            self._connection.send_bytes(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
+            self._connection.send_bytes(_encode(message))
         except OSError as error:
             raise UnavailableError("a process of the simulation has ended") from error
 
-    def _receive(self) -> Any:
+    def _receive(self, kind: type[T]) -> T:
         try:
-            return pickle.loads(self._connection.recv_bytes())
+            return _decode(self._connection.recv_bytes(), kind)
         except (EOFError, OSError) as error:
             raise UnavailableError("a process of the simulation has ended") from error
 
 
-def _serve(
-    connection: Connection,
-    spec: EngineSpec,
-    prices: Prices,
-    numbers: Sequence[int],
-    followed: bool,
-) -> None:
+def _encode(message: Any) -> bytes:
+    """Block numbers of requests become bytes."""
+    return msgspec.msgpack.encode(message, enc_hook=lambda array: array.tobytes())
+
+
+def _decode(message: bytes, kind: type[T]) -> T:
+    return msgspec.msgpack.decode(
+        message, type=kind, dec_hook=lambda _, data: np.frombuffer(data, np.uint64)
+    )
+
+
+def _serve(connection: Connection) -> None:
     """The other process. A thread reads, so that the front-end never waits for a window to end
     before it can send the next one."""
-    shard = LocalShard(spec, prices, numbers, followed=followed)
+    given = _decode(connection.recv_bytes(), ShardSpec)
+    shard = LocalShard(given.spec, given.prices, given.numbers, followed=given.followed)
     windows: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(connection, windows), daemon=True).start()
     with rare_collections():
         while (message := windows.get()) is not None:
-            window: Window | None = pickle.loads(message)
+            window = _decode(message, Window | None)  # type: ignore[arg-type]
             if window is None:
-                connection.send_bytes(pickle.dumps(shard.finish()))
+                connection.send_bytes(_encode(shard.finish()))
                 return
             shard.begin(window)
-            connection.send_bytes(pickle.dumps(shard.receive(), pickle.HIGHEST_PROTOCOL))
+            connection.send_bytes(_encode(shard.receive()))
 
 
 def _read(connection: Connection, windows: queue.SimpleQueue[bytes | None]) -> None:
