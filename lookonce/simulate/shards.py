@@ -41,6 +41,8 @@ WINDOWS_AHEAD = 4
 YOUNG_OBJECTS = 200_000
 """Allocations between two collections of garbage."""
 JOIN_SECONDS = 10.0
+FINISH = b""
+"""In place of a window: let all events happen, and tell the totals."""
 
 
 def lag_of(prices: Prices) -> float:
@@ -289,7 +291,7 @@ class ProcessShard:
         return self._receive(Report)
 
     def finish(self) -> GroupTotals:
-        self._send(None)
+        self._send_bytes(FINISH)
         return self._receive(GroupTotals)
 
     def close(self) -> None:
@@ -299,8 +301,11 @@ class ProcessShard:
             self._process.kill()
 
     def _send(self, message: Any) -> None:
+        self._send_bytes(_encode(message))
+
+    def _send_bytes(self, message: bytes) -> None:
         try:
-            self._connection.send_bytes(_encode(message))
+            self._connection.send_bytes(message)
         except OSError as error:
             raise UnavailableError("a process of the simulation has ended") from error
 
@@ -331,11 +336,10 @@ def _serve(connection: Connection) -> None:
     threading.Thread(target=_read, args=(connection, windows), daemon=True).start()
     with rare_collections():
         while (message := windows.get()) is not None:
-            window = _decode(message, Window | None)  # type: ignore[arg-type]
-            if window is None:
+            if message == FINISH:
                 connection.send_bytes(_encode(shard.finish()))
                 return
-            shard.begin(window)
+            shard.begin(_decode(message, Window))
             connection.send_bytes(_encode(shard.receive()))
 
 
