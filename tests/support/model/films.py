@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import io
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +32,13 @@ VIDEO_TYPES = (
 OMNI = "qwen3_omni_moe_thinker"
 
 
+@cache
 def frame(number: int, width: int = WIDTH, height: int = HEIGHT) -> bytes:
     """A picture as PNG; every number has another one."""
     random = np.random.default_rng(number)
     coarse = Image.fromarray(random.integers(0, 256, (3, 4, 3), dtype=np.uint8))
     file = io.BytesIO()
-    coarse.resize((width, height), Image.Resampling.BICUBIC).save(file, "PNG")
+    coarse.resize((width, height), Image.Resampling.BICUBIC).save(file, "PNG", compress_level=1)
     return file.getvalue()
 
 
