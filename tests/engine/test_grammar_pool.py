@@ -7,6 +7,7 @@ import json
 import os
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -294,7 +295,7 @@ def test_a_grammar_beyond_a_limit_is_refused_naming_its_field_and_the_next_one_w
 def test_what_takes_long_gets_a_low_priority_and_is_killed_when_its_client_left():
     compiler = compiler_with(cpu_seconds=60.0)
     compiler.compile(grammar("[a-z]{3}"))
-    (worker,) = compiler._workers
+    worker = compiler._thread.worker
     usual, seen = priority(worker.pid), set[int]()
 
     def left():
@@ -325,15 +326,37 @@ def priority(thread):
 def test_a_worker_that_dies_fails_one_grammar_at_most():
     compiler = compiler_with()
     compiler.compile(grammar("[a-z]{3}"))
-    (worker,) = compiler._workers
+    worker = compiler._thread.worker
     threading.Timer(0.2, worker.kill).start()
     with pytest.raises(UnavailableError):
         compiler.compile(grammar(PATTERNS, "json_schema"))
     assert compiler.compile(grammar("[a-z]{4}"))
-    (worker,) = compiler._workers
+    worker = compiler._thread.worker
     worker.kill()
     worker._process.wait(PATIENCE)
     assert compiler.compile(grammar("[a-z]{5}"))
+
+
+def test_the_next_worker_is_started_before_it_is_needed():
+    compiler = compiler_with()
+    compiler.compile(grammar("[a-z]{3}"))
+    first, spare = compiler._thread.worker, compiler._spare.result(PATIENCE)
+    with ThreadPoolExecutor(1) as another:
+        another.submit(compiler.compile, grammar("[a-z]{4}")).result(PATIENCE)
+        assert another.submit(lambda: compiler._thread.worker).result(PATIENCE) is spare
+    first.kill()
+    first._process.wait(PATIENCE)
+    spare = compiler._spare.result(PATIENCE)
+    assert compiler.compile(grammar("[a-z]{5}"))
+    assert compiler._thread.worker is spare
+    spare = compiler._spare.result(PATIENCE)
+    spare.kill()
+    spare._process.wait(PATIENCE)
+    with ThreadPoolExecutor(1) as another:
+        assert another.submit(compiler.compile, grammar("[a-z]{6}")).result(PATIENCE)
+    last = compiler._spare.result(PATIENCE)
+    compiler.close()
+    last._process.wait(PATIENCE)
 
 
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs /proc")

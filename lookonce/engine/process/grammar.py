@@ -28,7 +28,7 @@ import time
 import weakref
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -171,6 +171,9 @@ class GrammarCompiler:
         self._loaded: _LoadedTokenizer | LookOnceError | None = None
         self._thread = threading.local()
         self._workers: set[GrammarWorker] = set()
+        self._spare: Future[GrammarWorker] | None = None
+        """Started beside the first worker: a tenant whose grammar comes while others' are compiled
+        waits for no start of a process, nor the one after a worker that was killed."""
         self._closed = False
 
     def load_soon(self) -> None:
@@ -213,11 +216,16 @@ class GrammarCompiler:
             return worker
         if worker is not None:
             self._discard(worker)
+        worker = self._taken_spare() or self._started(tokenizer)
+        self._thread.worker = worker
+        self._start_spare(tokenizer)
+        return worker
+
+    def _started(self, tokenizer: _LoadedTokenizer) -> GrammarWorker:
         worker = GrammarWorker(self._limits)
         with self._lock:
             closed = self._closed
             self._workers.add(worker)
-        self._thread.worker = worker
         try:
             if closed:
                 raise _no_worker()
@@ -235,8 +243,31 @@ class GrammarCompiler:
             raise
         return worker
 
+    def _start_spare(self, tokenizer: _LoadedTokenizer) -> None:
+        """Start the worker that the next thread without one takes, in a thread."""
+        with self._lock:
+            if self._closed or self._spare is not None:
+                return
+            thread = ThreadPoolExecutor(1, "grammar spare")
+            with contextlib.suppress(RuntimeError):  # no thread can be had
+                self._spare = thread.submit(self._started, tokenizer)
+            thread.shutdown(wait=False)
+
+    def _taken_spare(self) -> GrammarWorker | None:
+        """The spare worker, which may still be starting; None where it ended or none was begun."""
+        with self._lock:
+            spare, self._spare = self._spare, None
+        if spare is None or spare.exception() is not None:
+            return None
+        worker = spare.result()
+        if worker.alive:
+            return worker
+        self._discard(worker)
+        return None
+
     def _discard(self, worker: GrammarWorker) -> None:
-        self._thread.worker = None
+        if getattr(self._thread, "worker", None) is worker:
+            self._thread.worker = None
         with self._lock:
             self._workers.discard(worker)
         worker.stop()
