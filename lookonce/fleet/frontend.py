@@ -70,7 +70,7 @@ MAX_USAGE_BYTES = 4096
 OTHER_EVENTS = 3
 """Of a stream: its first, which has no text, that with the reason of the end, and the last."""
 STORED_ID = re.compile(rb'"id"\s*:\s*"((?:resp|conv)_[^"]{1,200})"')
-STORED_PATH = re.compile(r"/v1/(?:responses|conversations)/([^/]+)(?:/.*)?")
+STORED_PATH = re.compile(r"/v1/(?:responses|conversations)/((?:resp|conv)_[^/]+)(?:/.*)?")
 STORING_PATHS = frozenset({"/v1/responses", "/v1/conversations"})
 NAMING_PATHS = frozenset({"/v1/chat/completions"})
 """Nothing of these requests is stored, so a picture's name may take its place."""

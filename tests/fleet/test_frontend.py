@@ -718,6 +718,14 @@ async def test_a_websocket_that_cannot_be_opened_is_refused_and_not_logged(
         assert not [record for record in caplog.records if record.exc_info]
 
 
+async def test_counting_tokens_of_a_response_asks_an_engine_of_its_model() -> None:
+    async with serving(FakeEngine("a"), FakeEngine("b", model="other")) as served:
+        body = {"model": "other", "input": "hello"}
+        counted = await served.client.post("/v1/responses/input_tokens", json=body)
+        assert counted.json()["engine"] == "b"
+        assert not served.named("a").received
+
+
 async def test_only_an_answer_binds_what_is_stored_to_an_engine() -> None:
     """A stranger, or a limit, could send what follows to an engine that knows nothing of it."""
 
