@@ -744,6 +744,7 @@ class Frontend:
                 "subprotocols": scope.get("subprotocols") or None,
                 "max_size": 32 << 20,
                 "compression": None,
+                "proxy": None,  # none for engines, whatever the environment has for others
             }
             if path is not None:
                 options |= {"unix": True, "path": path}

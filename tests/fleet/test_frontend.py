@@ -703,8 +703,11 @@ async def test_what_is_nested_too_deeply_is_the_engines_to_refuse(depth: int) ->
 
 
 async def test_a_websocket_that_cannot_be_opened_is_refused_and_not_logged(
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    for name in ("http_proxy", "https_proxy", "all_proxy"):  # engines are not asked through these
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    monkeypatch.setenv("no_proxy", "")
     async with serving(FakeEngine("a")) as served:
         for query in ("model=a#b", "model=a"):
             reader, writer = await asyncio.open_connection(*served.address)
@@ -716,6 +719,7 @@ async def test_a_websocket_that_cannot_be_opened_is_refused_and_not_logged(
             assert (await reader.readline()).split()[1] == b"403"
             writer.close()
         assert not [record for record in caplog.records if record.exc_info]
+        assert [each.target for each in served.engines[0].received] == ["/v1/realtime?model=a"]
 
 
 async def test_counting_tokens_of_a_response_asks_an_engine_of_its_model() -> None:
