@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import re
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
@@ -679,6 +680,18 @@ async def test_bodies_that_wait_have_a_limit_by_tenant(monkeypatch: pytest.Monke
         release.set()
         assert (await first, await other) == (200, 200)
         assert await ask("one") == 200
+
+
+async def test_each_connection_may_have_one_to_an_engine(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tenant's streams left no descriptor to reach engines for anybody."""
+    monkeypatch.setattr("resource.getrlimit", lambda _: (1000, 1000))
+    async with serving(FakeEngine("a")) as served:
+        assert (await served.ask()).status_code == 200
+        told = re.search(r"at most (\d+) connections", caplog.text)
+        assert told
+        assert int(told[1]) <= (1000 - 64) // 2
 
 
 async def test_an_answer_to_head_ends_with_its_head() -> None:
