@@ -36,7 +36,7 @@ class EngineGroup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def listen_options(host: str | None, folder: str) -> tuple[str, ...]:
-    """Where an engine's server listens, as options of `lookonce serve`. `host`: None on one machine,
+    """Where an engine listens, as options of `lookonce serve`. `host`: None on one machine,
     where it is a socket in a folder of this user: no other one reaches the engine.
 
     On a network all requests of a front-end come from one address, which may have all connections.
