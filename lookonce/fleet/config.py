@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from lookonce.config import ConnectionConfig
+
 
 class EngineGroup(msgspec.Struct, frozen=True, kw_only=True):
     """Engines that serve one model."""
@@ -31,6 +33,18 @@ class EngineGroup(msgspec.Struct, frozen=True, kw_only=True):
         usual = EngineGroup(name="", model="")
         numbers = ("engines", "max_engines", "target_wait", "upscale_delay", "downscale_delay")
         return msgspec.structs.replace(self, **{name: getattr(usual, name) for name in numbers})
+
+
+def listen_options(host: str | None, folder: str) -> tuple[str, ...]:
+    """Where an engine listens, as options of `lookonce serve`. `host`: None on one machine,
+    where it is a socket in a folder of this user: no other one reaches the engine.
+
+    On a network all requests of a front-end come from one address, which may have all connections.
+    """
+    if host is None:
+        return "--uds", f"{folder}/http"
+    most = str(ConnectionConfig().max_connections)
+    return "--host", host, "--port", "0", "--max-connections-per-address", most
 
 
 class FleetConfig(msgspec.Struct, frozen=True, kw_only=True):

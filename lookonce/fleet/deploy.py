@@ -46,7 +46,7 @@ from ray.serve.request_router import FIFOMixin, RequestRouter
 from lookonce import __version__
 from lookonce.config import Options, first_key, resolve
 from lookonce.fleet import replicas
-from lookonce.fleet.config import EngineGroup, FleetConfig
+from lookonce.fleet.config import EngineGroup, FleetConfig, listen_options
 from lookonce.fleet.frontend import EngineAddress, Fleet, Frontend
 from lookonce.fleet.router import QueuePrice, Router, engines_wanted
 from lookonce.fleet.server import FrontendServer, ListenerOwner, listening, shared_listener
@@ -107,10 +107,7 @@ class Engine:
         host = "127.0.0.1" if local else ray.util.get_node_ip_address()
         self._events, self._replay = self._event_addresses(host, local=local)
         events = f"{self._events}?replay={self._replay}"
-        # On one machine a socket in a folder of this user: no other one reaches the engine.
-        listens = (
-            ("--uds", f"{self._folder.name}/http") if local else ("--host", host, "--port", "0")
-        )
+        listens = listen_options(None if local else host, self._folder.name)
         line = [
             *(sys.executable, "-m", "lookonce.cli.main", "serve", self._group.model),
             *("--served-model-name", self._group.name, *listens, "--events", events),

@@ -92,7 +92,7 @@ class EngineClient:
         while True:
             connection, used = await self._connection()
             try:
-                await connection.send(head, body)
+                await connection.send(head, body, bodiless=method == "HEAD")
             except EngineLostError:
                 connection.abort()
                 if used and not connection.received:
@@ -168,17 +168,22 @@ class _Connection(asyncio.Protocol):
         """Any byte of the answer."""
         self._head_came = False
         self._complete = True
+        self._bodiless = False
         self._lost = False
 
     @property
     def usable(self) -> bool:
         return not self._lost and self._complete
 
-    async def send(self, head: bytes, body: bytes) -> None:
-        """Send a request and wait for the head of its answer. Raises `EngineLostError`."""
+    async def send(self, head: bytes, body: bytes, *, bodiless: bool = False) -> None:
+        """Send a request and wait for the head of its answer. Raises `EngineLostError`.
+
+        `bodiless`: the answer ends with its head, whatever length it tells. The parser does not
+        know that, so the connection is not used again."""
         assert self._transport is not None
         self.status, self.headers, self.received = 0, [], False
         self._head_came = self._complete = False
+        self._bodiless = bodiless
         self._chunks, self._unread = [], 0
         if len(body) <= 1 << 16:
             self._transport.write(head + body)
@@ -207,7 +212,8 @@ class _Connection(asyncio.Protocol):
         return data
 
     def release(self) -> None:
-        if self._complete and not self._lost and self._parser.should_keep_alive():
+        usable = self.usable and not self._bodiless
+        if usable and self._parser.should_keep_alive():
             self._parser = httptools.HttpResponseParser(self)
             self._client.keep(self)
         else:
@@ -285,6 +291,7 @@ class _Connection(asyncio.Protocol):
         self.status = self._parser.get_status_code()
         if self.status >= 200:
             self._head_came = True
+            self._complete = self._bodiless
         else:
             self.headers = []
 

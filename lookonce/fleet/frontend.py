@@ -25,7 +25,7 @@ import msgspec
 from starlette.types import Message, Receive, Scope, Send
 
 from lookonce.config import ApiKey, ServerConfig, key_digest
-from lookonce.errors import LookOnceError
+from lookonce.errors import LookOnceError, UnauthorizedError
 from lookonce.fleet.engine_http import (
     HOP_BY_HOP,
     EngineAnswer,
@@ -47,6 +47,7 @@ from lookonce.frontend.responses import ErrorBody, ErrorResponse
 from lookonce.server.http.connections import WRITE_NOW
 from lookonce.server.http.request_guard import RequestGuard
 from lookonce.server.http.responses import encode, error_response, error_type
+from lookonce.types.held_bytes import HeldBytes, TenantBytes
 from lookonce.types.lora import LoRAIdentity
 
 logger = logging.getLogger("lookonce.fleet")
@@ -56,6 +57,10 @@ PROBE_SECONDS = 1.0
 """Between two looks at an engine's `/ready`."""
 PROBE_TIMEOUT = 10.0
 METRICS_TIMEOUT = 2.0
+MAX_HELD_BYTES = 4 * MAX_BODY_BYTES
+"""Of all bodies that wait for an engine; one tenant has half of it where there are others."""
+MAX_KEYLESS_BYTES = 64 << 10
+"""Of a body that came without a key that is known."""
 RETRIED_STATUSES = frozenset({502, 503})
 """An engine that answers so has not begun: another one may serve the request."""
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
@@ -65,7 +70,7 @@ MAX_USAGE_BYTES = 4096
 OTHER_EVENTS = 3
 """Of a stream: its first, which has no text, that with the reason of the end, and the last."""
 STORED_ID = re.compile(rb'"id"\s*:\s*"((?:resp|conv)_[^"]{1,200})"')
-STORED_PATH = re.compile(r"/v1/(?:responses|conversations)/([^/]+)(?:/.*)?")
+STORED_PATH = re.compile(r"/v1/(?:responses|conversations)/((?:resp|conv)_[^/]+)(?:/.*)?")
 STORING_PATHS = frozenset({"/v1/responses", "/v1/conversations"})
 NAMING_PATHS = frozenset({"/v1/chat/completions"})
 """Nothing of these requests is stored, so a picture's name may take its place."""
@@ -335,6 +340,8 @@ class Frontend:
     def __init__(self, fleet: Fleet, config: ServerConfig) -> None:
         self._fleet = fleet
         self._keys = config.api_keys
+        several = len({key.tenant for key in self._keys}) > 1
+        self._held_bytes = TenantBytes(MAX_HELD_BYTES, lambda: several)
         self._guard = RequestGuard.of(config)
         self.draining = False
         self.active = 0
@@ -378,7 +385,17 @@ class Frontend:
     # --- requests for engines --------------------------------------------------------------------
 
     async def _serve(self, exchange: _Exchange) -> None:
-        body = await exchange.body()
+        tenant = self._tenant(exchange)
+        with HeldBytes(self._held_bytes, tenant or "") as held:
+            exchange.held_bytes = held
+            await self._serve_tenant(exchange, tenant)
+
+    async def _serve_tenant(self, exchange: _Exchange, tenant: str | None) -> None:
+        """`tenant`: None where there is no key that is known. Engines refuse such a request, but
+        for open routes; what they would not read of it is not read here either, nor looked into."""
+        body = await exchange.body(MAX_KEYLESS_BYTES if tenant is None else MAX_BODY_BYTES)
+        if body is None and tenant is None:
+            raise UnauthorizedError("an API key is needed: Authorization: Bearer KEY")
         if body is None:
             await exchange.refuse(413, "too_large", f"a body has at most {MAX_BODY_BYTES} bytes")
             return
@@ -394,37 +411,37 @@ class Frontend:
             await self._stored(exchange, stored[1])
         else:
             began = time.perf_counter()
-            request_id, identity = self._identify(exchange, body)
+            request_id, identity = exchange.request_id, Identity()
+            if tenant is not None:
+                request_id, identity = self._identify(exchange, body, tenant)
             self.decision_seconds += time.perf_counter() - began
             exchange.pictures = identity.inline
             del body  # `exchange` gives it up when the answer begins
             identity = msgspec.structs.replace(identity, inline=())
             await self._route(exchange, request_id, identity)
 
-    def _identify(self, exchange: _Exchange, body: bytes) -> tuple[str, Identity]:
+    def _identify(self, exchange: _Exchange, body: bytes, tenant: str) -> tuple[str, Identity]:
         """The request's id and what it refers to; of what is no JSON, nothing."""
         if exchange.method == "GET" and exchange.path.startswith(MODEL_PATH):
             return exchange.request_id, Identity(exchange.path.removeprefix(MODEL_PATH))
         if not body or not exchange.header(b"content-type").startswith(b"application/json"):
             return exchange.request_id, Identity()
         session = exchange.header(b"x-session-id").decode("latin-1") or None
-        given, identity = identify_body(
-            body, self._tenant(exchange), self._fleet.processor_of, session
-        )
+        given, identity = identify_body(body, tenant, self._fleet.processor_of, session)
         named = given.get("request_id")
         if isinstance(named, str) and REQUEST_ID.fullmatch(named):
             return named, identity
         return exchange.request_id, identity
 
-    def _tenant(self, exchange: _Exchange) -> str:
-        """Of the request's key. Engines refuse keys that are not known."""
+    def _tenant(self, exchange: _Exchange) -> str | None:
+        """Of the request's key; None where that is not known."""
         if not self._keys:
             return ""
         scheme, _, key = exchange.header(b"authorization").decode("latin-1").partition(" ")
         if scheme.lower() != "bearer":
             key = exchange.header(b"x-api-key").decode("latin-1")
         found = _find_key(self._keys, key.strip())
-        return "" if found is None else found.tenant
+        return None if found is None else found.tenant
 
     async def _route(self, exchange: _Exchange, request_id: str, identity: Identity) -> None:
         """To the engine of the router's choice. Where that one refuses, to another; where it is
@@ -506,6 +523,7 @@ class Frontend:
                 await answer.body()
                 raise _NotHeldError
             unknown = answer.status == 422 and any(m.bare for m in route.identity.media)
+            unknown |= answer.status == 404 and route.identity.stored is not None
             if unknown or answer.status in RETRIED_STATUSES:
                 exchange.held = answer.status, answer.headers, await answer.body()
                 return False
@@ -545,8 +563,9 @@ class Frontend:
                     held = answer.status, answer.headers, await answer.body()
             except EngineLostError:
                 continue
-            if held[0] != 404:
+            if held[0] == 200:  # any other status says nothing of where it is
                 self._fleet.router.bind_stored(stored, member.address.name)
+            if held[0] != 404:
                 break
         if held is None:
             await exchange.refuse(503, "no_engine", "no engine takes requests now")
@@ -697,7 +716,7 @@ class Frontend:
     async def _websocket(self, scope: Scope, receive: Receive, send: Send) -> None:
         """To the engine where the least waits, message by message."""
         from websockets.asyncio.client import connect
-        from websockets.exceptions import ConnectionClosed, InvalidHandshake
+        from websockets.exceptions import ConnectionClosed, WebSocketException
 
         await receive()
         exchange = _Exchange(scope, receive, send)
@@ -725,16 +744,17 @@ class Frontend:
                 "subprotocols": scope.get("subprotocols") or None,
                 "max_size": 32 << 20,
                 "compression": None,
+                "proxy": None,  # none for engines, whatever the environment has for others
             }
             if path is not None:
                 options |= {"unix": True, "path": path}
             async with connect(url, **options) as engine:
                 await send({"type": "websocket.accept", "subprotocol": engine.subprotocol})
                 await _relay(engine, receive, send)
-        except (OSError, InvalidHandshake, TimeoutError):
-            await send({"type": "websocket.close", "code": 1013})
         except ConnectionClosed:
             pass
+        except (OSError, WebSocketException, TimeoutError):
+            await send({"type": "websocket.close", "code": 1013})
         finally:
             self.active -= 1
             self._fleet.router.ended(exchange.request_id, route)
@@ -779,12 +799,13 @@ class _NamesAdapter(msgspec.Struct):
 
 
 def _find_key(keys: tuple[ApiKey, ...], given: str) -> ApiKey | None:
-    """Compares with every key in constant time."""
+    """Compares with every key in constant time. None: it is not known, or has expired."""
     digest, found = key_digest(given), None
     for key in keys:
         if hmac.compare_digest(digest, key.digest):
             found = key
-    return found
+    expired = found is not None and found.expires is not None and time.time() >= found.expires
+    return None if expired else found
 
 
 class _NotHeldError(Exception):
@@ -819,6 +840,8 @@ class _Exchange:
         """Large ones of the body, which may be sent by their names."""
         self.held: EngineAnswerParts | None = None
         """An answer that is given if no other engine has a better one."""
+        self.held_bytes: HeldBytes | None = None
+        """Of the body, until an answer has begun."""
         asked = self.header(b"x-request-id").decode("latin-1")
         self.request_id = asked if REQUEST_ID.fullmatch(asked) else os.urandom(16).hex()
 
@@ -849,8 +872,12 @@ class _Exchange:
     def sent_headers(self, names: Collection[bytes]) -> Headers:
         return [(name, value) for name, value in self._scope["headers"] if name in names]
 
-    async def body(self) -> bytes | None:
-        """None: it is too long."""
+    async def body(self, limit: int) -> bytes | None:
+        """None: it is longer than `limit` bytes. Raises `QueueFullError` where the tenant's
+        requests hold too much together."""
+        declared = self.header(b"content-length")
+        if declared.isdigit() and int(declared) > limit:
+            return None
         parts, size = [], 0
         while True:
             message = await self._receive()
@@ -858,8 +885,10 @@ class _Exchange:
                 raise _ClientLeft
             part = message.get("body", b"")
             size += len(part)
-            if size > MAX_BODY_BYTES:
+            if size > limit:
                 return None
+            if self.held_bytes is not None:
+                self.held_bytes.take(len(part))
             parts.append(part)
             if not message.get("more_body", False):
                 return parts[0] if len(parts) == 1 else b"".join(parts)
@@ -961,6 +990,8 @@ class _Exchange:
     async def _start(self, status: int, headers: Headers) -> None:
         self.begun, self.status = True, status
         self.content, self.pictures = b"", ()
+        if self.held_bytes is not None:
+            self.held_bytes.give_all()
         kept = [each for each in headers if each[0] not in HOP_BY_HOP and each[0] != b"date"]
         await self._send(
             {

@@ -36,6 +36,14 @@ PIECE_CHARS = 1024
 PIECE_TOKENS = 256
 MAX_PIECES = 4096
 """Of one prompt; what follows is one more piece."""
+MAX_PARTS = 8192
+"""Of one prompt that are read: messages, their parts, stretches of token ids. What follows only its
+engine reads."""
+MAX_MEDIA = 1024
+"""Of one prompt that are read; far more than engines take."""
+MAX_VALUES = 1 << 18
+"""Commas and brackets of a body that is looked into, without its large media. Of one that has more
+the first level alone is read: the event loop, which all tenants share, does all of this."""
 MEDIA_FIELDS = {
     "image_url": "image",
     "input_image": "image",
@@ -218,22 +226,53 @@ def identify_body(
     """The fields of a JSON body, without its large media, and what it refers to; of what is no JSON
     object, nothing. `processor_of`: by the name of a model."""
     payloads = Payloads()
-    given = _json_object(payloads.cut(body))
-    if not given:
-        return given, Identity()
-    identity = identify(given, tenant, processor_of(given.get("model")), session, payloads)
-    if not payloads.all_read:  # base64 in a text, for instance, whose name would say nothing of it
-        given = _json_object(body)
-        identity = identify(given, tenant, processor_of(given.get("model")), session)
+    try:
+        given = _json_object(payloads.cut(body))
+        if not given:
+            return given, Identity()
+        identity = identify(given, tenant, processor_of(given.get("model")), session, payloads)
+        if not payloads.all_read:  # base64 in a text, whose name would say nothing of it
+            given = _json_object(body)
+            identity = identify(given, tenant, processor_of(given.get("model")), session)
+    except RecursionError:  # engines refuse it
+        return {}, Identity()
     return given, identity
 
 
 def _json_object(body: bytes) -> dict[str, Any]:
+    """Raises `RecursionError`."""
     try:
+        if sum(body.count(mark) for mark in (b",", b"[", b"{")) > MAX_VALUES:
+            return _first_level(body)
         given = msgspec.json.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError):
         return {}
     return given if isinstance(given, dict) else {}
+
+
+def _first_level(body: bytes) -> dict[str, Any]:
+    """The fields that say where a request belongs, without its prompt. Raises `MsgspecError`."""
+    return {
+        name: value
+        for name, value in msgspec.to_builtins(_FIRST_LEVEL.decode(body)).items()
+        if value is not None
+    }
+
+
+class _FirstLevel(msgspec.Struct):
+    """All else is passed over."""
+
+    model: str | None = None
+    request_id: str | None = None
+    cache_salt: str | None = None
+    prompt_cache_key: str | None = None
+    previous_response_id: str | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    max_output_tokens: int | None = None
+
+
+_FIRST_LEVEL = msgspec.json.Decoder(_FirstLevel)
 
 
 def identify(
@@ -308,6 +347,7 @@ class _Reader:
         self._full: dict[int, bytes] = {}
         """Key of an item, short and whole."""
         self._hash = scope
+        self._num_parts = 0
 
     def read(self) -> None:
         body = self._body
@@ -340,6 +380,9 @@ class _Reader:
         return key
 
     def _read_content(self, given: Any) -> None:
+        self._num_parts += 1
+        if self._num_parts > MAX_PARTS or len(self.media) >= MAX_MEDIA:
+            return
         if isinstance(given, str):
             self._read_text(given)
         elif isinstance(given, dict):
@@ -348,6 +391,7 @@ class _Reader:
             if given and isinstance(given[0], int):
                 for at in range(0, len(given), PIECE_TOKENS):
                     part = given[at : at + PIECE_TOKENS]
+                    self._num_parts += 1
                     self._add(_encoded(part), 4 * len(part))
             else:
                 for part in given:
@@ -421,6 +465,8 @@ class _Reader:
         """`features.mm_hashes` of rendered requests: MediaHashes in hex, by modality."""
         for modality, listed in hashes.items() if isinstance(hashes, dict) else ():
             for given in listed if isinstance(listed, list) else ():
+                if len(self.media) >= MAX_MEDIA:
+                    return
                 try:
                     key = self._exact(bytes.fromhex(given))
                 except (TypeError, ValueError):
@@ -429,8 +475,11 @@ class _Reader:
 
     def _read_text(self, text: str) -> None:
         for at in range(0, len(text), PIECE_CHARS):
-            stretch = text[at : at + PIECE_CHARS]
+            rest = len(self.pieces) >= MAX_PIECES
+            stretch = text[at:] if rest else text[at : at + PIECE_CHARS]
             self._add(b"text" + stretch.encode(errors="replace"), len(stretch))
+            if rest:
+                break
 
     def _add_medium(self, medium: Medium) -> None:
         self.media.append(medium)

@@ -111,6 +111,9 @@ def _is_same_user(peer: socket.socket) -> bool:
 class FrontendServer(AcceptingServer):
     """The server of a front-end. `stop` drains it."""
 
+    descriptors = 2
+    """The client's connection, and one to an engine."""
+
     def __init__(self, frontend: Frontend, config: ServerConfig) -> None:
         connections = Connections(config.connections, root_path=config.root_path)
         super().__init__(frontend, connections)

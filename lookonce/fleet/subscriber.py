@@ -10,15 +10,18 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 
 from lookonce.config import ENCODER_TOPIC, ENGINE_TOPIC, ITEM_TOPIC
+from lookonce.errors import ProtocolError
 from lookonce.fleet.index import short
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T", bound=msgspec.Struct)
 
 SNAPSHOT = b"snapshot"
 END_OF_REPLAY = b"\xff" * 8
@@ -54,7 +57,7 @@ class PromptComputed(msgspec.Struct, frozen=True, gc=False, tag=True):
     num_tokens: int
     items: list[tuple[bytes, int]]
     """Key and length, in tokens, of its first media items."""
-    block_hash: bytes | None
+    block_hash: bytes | None = None
     """Of the last full block."""
 
 
@@ -81,7 +84,9 @@ Ask: TypeAlias = Callable[[bytes], list[tuple[int, bytes]]]
 
 
 class TopicReader:
-    """Reads the batches of one topic in order, whatever was lost. `topic` is named in changes."""
+    """Reads the batches of one topic in order, whatever was lost. `topic` is named in changes.
+
+    Raises `ProtocolError` for a batch that cannot be read."""
 
     def __init__(self, topic: str, ask: Ask) -> None:
         self._topic = topic
@@ -120,8 +125,15 @@ class TopicReader:
                 self._next += 1
         return changes if self._next >= number else self.begin()
 
-    def _read(self, payload: bytes) -> Iterable[Change]:
-        """Changes of a batch, whose events are arrays or maps; others are left out."""
+    def _read(self, payload: bytes) -> list[Change]:
+        """Changes of a batch. Raises `ProtocolError`."""
+        try:
+            return list(self._changes(payload))
+        except (msgspec.MsgspecError, TypeError, ValueError, LookupError, RecursionError) as error:
+            raise ProtocolError(f"a batch of {self._topic} cannot be read") from error
+
+    def _changes(self, payload: bytes) -> Iterator[Change]:
+        """Events are arrays or maps; others than these are left out."""
         for event in msgspec.msgpack.decode(payload)[1]:
             if isinstance(event, dict):
                 kind, *fields = event.values()
@@ -135,10 +147,17 @@ class TopicReader:
                 case "AllBlocksCleared" | "AllKeysCleared":
                     yield AllGone(self._topic)
                 case "PromptComputed":
-                    block_hash = fields[3] if len(fields) > 3 else None
-                    yield PromptComputed(fields[0], fields[1], fields[2], block_hash)
+                    yield _converted(fields, PromptComputed)
                 case "EngineLoad":
-                    yield EngineLoad(*fields)
+                    load = _converted(fields, EngineLoad)
+                    if not all(0 <= value < math.inf for value in msgspec.structs.astuple(load)):
+                        raise ValueError("a load has numbers from 0 on")
+                    yield load
+
+
+def _converted(fields: Sequence[Any], kind: type[T]) -> T:
+    """Raises `ValidationError` where a field has not its type."""
+    return msgspec.convert(dict(zip(kind.__struct_fields__, fields, strict=False)), kind)
 
 
 class EventSubscriber:
@@ -191,7 +210,7 @@ class EventSubscriber:
             except TimeoutError:
                 self._stopped.wait(RETRY_SECONDS)
                 begun.clear()
-            except (msgspec.MsgspecError, TypeError, ValueError, IndexError):
+            except (ProtocolError, ValueError):  # ValueError: messages of other frames
                 logger.exception("events of %s cannot be read", self._addresses[0])
                 self._stopped.wait(RETRY_SECONDS)
                 begun.clear()

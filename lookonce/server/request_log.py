@@ -44,6 +44,8 @@ class RequestLog:
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
         self._file = os.open(Path(config.file), flags, 0o600)
         self._failed = False
+        self._is_torn = False
+        """A line was written in part: the next one must not become part of it."""
 
     def __enter__(self) -> Self:
         return self
@@ -67,11 +69,16 @@ class RequestLog:
         said of the prompt; `arrival`: of its request, monotonic seconds. Of several samples the
         first is told."""
         line = msgspec.json.encode(self._line(generation, media, arrival, tenant)) + b"\n"
+        if self._is_torn:
+            line = b"\n" + line  # readers pass over empty lines
         try:
-            os.write(self._file, line)
+            self._is_torn = os.write(self._file, line) < len(line)
+            problem = "the last line is torn: no room" if self._is_torn else None
         except OSError as error:
+            problem = error.strerror
+        if problem is not None:
             if not self._failed:
-                logger.error("--request-log cannot be written: %s", error.strerror)
+                logger.error("--request-log cannot be written: %s", problem)
             self._failed = True
 
     def _line(

@@ -111,6 +111,10 @@ class HeldBytes:
     def __exit__(
         self, kind: type[BaseException] | None, error: object, trace: TracebackType | None
     ) -> None:
+        self.give_all()
+
+    def give_all(self) -> None:
+        """Also before the end of the request."""
         if self._nbytes:
             self._all.give(self._tenant, self._nbytes)
             self._nbytes = 0

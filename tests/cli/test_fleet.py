@@ -11,7 +11,9 @@ import yaml
 
 from lookonce.cli import fleet
 from lookonce.cli.fleet import fleet_of, read_fleet, run_fleet
+from lookonce.config import Options, resolve
 from lookonce.errors import ConfigError
+from lookonce.fleet.config import listen_options
 
 EXAMPLE = Path(__file__).parents[2] / "deploy/kubernetes/fleet/lookonce-fleet.yaml"
 
@@ -104,6 +106,18 @@ def test_adapters_are_named_on_the_command_line_or_among_a_models_options(
 def test_a_mistake_is_named(tmp_path: Path, text: str, named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         read_fleet(written(tmp_path, text), {})
+
+
+def test_on_a_network_a_front_end_may_have_all_connections_of_an_engine() -> None:
+    """With as many as one address has by default, one tenant's streams kept even the front-end's
+    probes from the engine, which then got nobody's requests."""
+    assert listen_options(None, "/folder") == ("--uds", "/folder/http")
+    listed = listen_options("10.0.0.1", "/folder")
+    given = dict(zip(listed[::2], listed[1::2], strict=True))
+    assert given["--host"] == "10.0.0.1"
+    options = Options(max_connections_per_address=int(given["--max-connections-per-address"]))
+    connections = resolve(options).server.connections
+    assert connections.max_per_address >= connections.max_connections
 
 
 def test_without_ray_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

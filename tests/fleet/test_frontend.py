@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import re
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
@@ -46,6 +47,8 @@ class Served:
     ):
         self.engines, self.frontend, self.fleet, self.server = engines, frontend, fleet, server
         self.client = httpx.AsyncClient(base_url=url, timeout=30)
+        host, _, port = url.removeprefix("http://").partition(":")
+        self.address = host, int(port)
 
     def named(self, name: str) -> FakeEngine:
         return next(engine for engine in self.engines if engine.name == name)
@@ -631,6 +634,143 @@ async def test_tenants_are_apart() -> None:
             answer = await served.client.post("/v1/chat/completions", json=body, headers=headers)
             known.append("media 1/1" in answer.headers["x-lookonce-route"])
         assert known == [False, True, False]
+
+
+async def test_of_a_stranger_s_request_no_more_is_read_than_engines_read_to_refuse_it() -> None:
+    async with serving(FakeEngine("a"), api_key=("a:one:admin", "b:two")) as served:
+        for key in ("three", "", "two"):
+            reader, writer = await asyncio.open_connection(*served.address)
+            head = f"authorization: Bearer {key}\r\n" if key else ""
+            writer.write(
+                f"POST /v1/chat/completions HTTP/1.1\r\nhost: a\r\n{head}"
+                "content-type: application/json\r\ncontent-length: 100000\r\n\r\n".encode()
+            )
+            if key == "two":
+                writer.write(b'{"messages":"%b"}' % (b"x" * (100_000 - 15)))
+            status = (await reader.readline()).split()[1]  # not all of the body has come
+            assert status == (b"200" if key == "two" else b"401")
+            writer.close()
+        assert len(served.engines[0].received) == 1
+        small = await served.client.post("/v1/chat/completions", json={"session": "x"})
+        assert small.json()["engine"] == "a"  # which refuses it in its own words
+
+
+async def test_bodies_that_wait_have_a_limit_by_tenant(monkeypatch: pytest.MonkeyPatch) -> None:
+    release = asyncio.Event()
+
+    async def wait(engine: FakeEngine, request: Received, writer: asyncio.StreamWriter) -> None:
+        await release.wait()
+        reply(writer, 200, {})
+
+    monkeypatch.setattr("lookonce.fleet.frontend.MAX_HELD_BYTES", 1 << 20)
+    async with serving(FakeEngine("a", answer=wait), api_key=("a:one:admin", "b:two")) as served:
+
+        async def ask(key: str) -> int:
+            body = {"prompt": "x" * 400_000}
+            headers = {"authorization": f"Bearer {key}"}
+            return (
+                await served.client.post("/v1/completions", json=body, headers=headers)
+            ).status_code
+
+        first = asyncio.create_task(ask("one"))
+        await served.until(lambda: served.engines[0].received)
+        assert await ask("one") == 429
+        other = asyncio.create_task(ask("two"))
+        await served.until(lambda: len(served.engines[0].received) == 2)
+        release.set()
+        assert (await first, await other) == (200, 200)
+        assert await ask("one") == 200
+
+
+async def test_each_connection_may_have_one_to_an_engine(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tenant's streams left no descriptor to reach engines for anybody."""
+    monkeypatch.setattr("resource.getrlimit", lambda _: (1000, 1000))
+    async with serving(FakeEngine("a")) as served:
+        assert (await served.ask()).status_code == 200
+        told = re.search(r"at most (\d+) connections", caplog.text)
+        assert told
+        assert int(told[1]) <= (1000 - 64) // 2
+
+
+async def test_an_answer_to_head_ends_with_its_head() -> None:
+    async with serving(FakeEngine("a", answer=head_alone)) as served:
+        for _ in range(2):
+            answer = await served.client.head("/version")
+            assert (answer.status_code, answer.headers["content-length"]) == (200, "5")
+        assert served.fleet.ready()
+
+
+async def head_alone(engine: FakeEngine, request: Received, writer: asyncio.StreamWriter) -> None:
+    writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\n")
+
+
+@pytest.mark.parametrize("depth", [500, 970, 2000])
+async def test_what_is_nested_too_deeply_is_the_engines_to_refuse(depth: int) -> None:
+    async with serving(FakeEngine("a")) as served:
+        content = b'{"messages":' + b"[" * depth + b"]" * depth + b"}"
+        headers = {"content-type": "application/json"}
+        answer = await served.client.post("/v1/completions", content=content, headers=headers)
+        assert answer.json()["engine"] == "a"
+
+
+async def test_a_websocket_that_cannot_be_opened_is_refused_and_not_logged(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("http_proxy", "https_proxy", "all_proxy"):  # engines are not asked through these
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    monkeypatch.setenv("no_proxy", "")
+    async with serving(FakeEngine("a")) as served:
+        for query in ("model=a#b", "model=a"):
+            reader, writer = await asyncio.open_connection(*served.address)
+            writer.write(
+                f"GET /v1/realtime?{query} HTTP/1.1\r\nhost: a\r\nconnection: upgrade\r\n"
+                "upgrade: websocket\r\nsec-websocket-version: 13\r\n"
+                "sec-websocket-key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n".encode()
+            )
+            assert (await reader.readline()).split()[1] == b"403"
+            writer.close()
+        assert not [record for record in caplog.records if record.exc_info]
+        assert [each.target for each in served.engines[0].received] == ["/v1/realtime?model=a"]
+
+
+async def test_counting_tokens_of_a_response_asks_an_engine_of_its_model() -> None:
+    async with serving(FakeEngine("a"), FakeEngine("b", model="other")) as served:
+        body = {"model": "other", "input": "hello"}
+        counted = await served.client.post("/v1/responses/input_tokens", json=body)
+        assert counted.json()["engine"] == "b"
+        assert not served.named("a").received
+
+
+async def test_only_an_answer_binds_what_is_stored_to_an_engine() -> None:
+    """A stranger, or a limit, could send what follows to an engine that knows nothing of it."""
+
+    async def store(engine: FakeEngine, request: Received, writer: asyncio.StreamWriter) -> None:
+        if request.headers.get("authorization") != "Bearer one":
+            reply(writer, 401, {})
+        elif engine.name == "c":
+            reply(writer, 200, {"id": "resp_c"})
+        else:
+            reply(writer, 404, {"error": {}})
+
+    keys = {"api_key": ("a:one:admin", "b:two")}
+    async with serving(*(FakeEngine(name, answer=store) for name in "abc"), **keys) as served:
+        assert (await served.client.get("/v1/responses/resp_c")).status_code == 401
+        body = {"model": "nano", "input": "and?", "previous_response_id": "resp_c"}
+        headers = {"authorization": "Bearer one"}
+        for _ in range(3):
+            answer = await served.client.post("/v1/responses", json=body, headers=headers)
+            assert answer.json() == {"id": "resp_c"}
+        assert answer.headers["x-lookonce-engine"] == "c"
+        body["previous_response_id"] = "resp_gone"
+        served.named("c").answer = failing("c", lambda e, r, w: not_found(w))
+        answer = await served.client.post("/v1/responses", json=body, headers=headers)
+        assert answer.status_code == 404
+
+
+async def not_found(writer: asyncio.StreamWriter) -> None:
+    reply(writer, 404, {"error": {}})
 
 
 async def test_without_an_engine_it_says_so_and_engines_may_come_later() -> None:

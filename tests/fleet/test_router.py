@@ -17,6 +17,10 @@ from lookonce.cache.identity import item_key, media_hash, name_digest, scope_dig
 from lookonce.config import ENCODER_TOPIC, ITEM_TOPIC
 from lookonce.core.request import AdaptedKeys
 from lookonce.fleet.identity import (
+    MAX_MEDIA,
+    MAX_PARTS,
+    MAX_PIECES,
+    MAX_VALUES,
     Identity,
     Processor,
     body_with_names,
@@ -159,6 +163,33 @@ def test_pictures_in_a_body_are_replaced_by_their_names() -> None:
     ]
     parts = [{"type": "image_url", "image_url": {"url": name}} for name in names]
     assert named == chat([parts[0], content[1], small, parts[1], parts[2]])
+
+
+def test_of_a_body_of_very_many_values_the_first_level_is_read() -> None:
+    """The event loop of all tenants does this: a stranger's 10 MB held it for 14 seconds."""
+    fields = {"model": "nano", "request_id": "mine", "prompt_cache_key": "s", "max_tokens": 3}
+    long = {**fields, "messages": [0] * MAX_VALUES}
+    given, found = identify_body(json.dumps(long).encode(), "a", lambda _: PROCESSOR)
+    assert given == fields
+    assert (found.model, found.max_tokens, found.media) == ("nano", 3, ())
+    short_body = json.dumps(fields).encode()
+    assert found.session == identify_body(short_body, "a", lambda _: PROCESSOR)[1].session
+    wrong = json.dumps({**long, "model": 1}).encode()
+    assert identify_body(wrong, "a", lambda _: PROCESSOR) == ({}, Identity())
+
+
+def test_no_more_than_so_many_parts_and_media_are_read() -> None:
+    media = [{"type": "image_url", "uuid": str(number)} for number in range(MAX_MEDIA + 100)]
+    texts = [{"type": "text", "text": str(number)} for number in range(MAX_PARTS + 100)]
+    for parts in (media, texts):
+        messages = [{"role": "user", "content": parts}]
+        body = json.dumps({"model": "nano", "messages": messages}).encode()
+        _, found = identify_body(body, "a", lambda _: PROCESSOR)
+        assert len(found.media) <= MAX_MEDIA
+        assert len(found.pieces) <= MAX_PIECES
+    hashes = {"features": {"mm_hashes": {"image": ["ab" * 32] * 5000}}}
+    _, found = identify_body(json.dumps(hashes).encode(), "a", lambda _: PROCESSOR)
+    assert len(found.media) <= MAX_MEDIA
 
 
 def test_large_pictures_are_cut_out_of_a_body() -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import tempfile
 import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hypothesis import given, settings
+import msgspec
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lookonce.config import ENGINE_TOPIC, ITEM_TOPIC, EventsConfig
@@ -22,7 +25,10 @@ from lookonce.engine.process.cache_events import (
     Removed,
     TopicLog,
 )
+from lookonce.errors import ProtocolError
+from lookonce.fleet.identity import Identity
 from lookonce.fleet.index import DigestIndex, short
+from lookonce.fleet.router import Router
 from lookonce.fleet.subscriber import (
     Added,
     AllGone,
@@ -116,6 +122,36 @@ def test_batches_that_a_snapshot_had_are_left_out() -> None:
     assert followed.index.held(5) == {2}
 
 
+numbers = st.integers(-1, 2**40) | st.floats() | st.none() | st.binary(max_size=9)
+values = st.recursive(
+    numbers | st.text(max_size=4),
+    lambda each: st.lists(each, max_size=4) | st.dictionaries(st.text(max_size=3), each),
+    max_leaves=8,
+)
+kinds = st.sampled_from(["BlockStored", "KeysRemoved", "AllKeysCleared", "PromptComputed", "None"])
+events = (
+    st.builds(lambda numbers: ["EngineLoad", *numbers], st.lists(numbers, min_size=6, max_size=13))
+    | st.builds(lambda kind, fields: [kind, *fields], kinds, st.lists(values, max_size=5))
+    | values
+)
+
+
+@given(st.builds(lambda listed: [0.0, listed], st.lists(events, max_size=3)) | values, st.binary())
+@example({"a": 1}, b"")
+@example([0.0, [["EngineLoad", 0, 0, 64, math.nan, 0, 0.0, 0, 0.0]]], b"")
+@settings(max_examples=300)
+def test_what_an_engine_tells_is_understood_or_refused(told: Any, noise: bytes) -> None:
+    """A rate that is no number would be nobody's least, and no request would find an engine."""
+    router = Router()
+    engine = router.add_engine("a", "nano", follows=True)
+    for payload in (msgspec.msgpack.encode(told), noise):
+        reader = TopicReader(ENGINE_TOPIC, lambda _, payload=payload: [(0, payload)])
+        with contextlib.suppress(ProtocolError):
+            router.apply(engine, reader.begin())
+    assert router.route("one", Identity()).engine is engine
+    router.check_integrity()
+
+
 def test_a_thread_follows_an_engine_over_zmq() -> None:
     seen: list[Any] = []
     arrived = threading.Condition()
@@ -153,7 +189,7 @@ def test_a_thread_follows_an_engine_over_zmq() -> None:
 
                 while not again():
                     arrived.wait(0.1)
-                computed = PromptComputed("a-b-c", 33, [[digest(1), 20]], digest(2))
+                computed = PromptComputed("a-b-c", 33, [(digest(1), 20)], digest(2))
                 publisher.publish(ENGINE_TOPIC, told)
                 assert arrived.wait_for(lambda: computed in seen, 20)
                 assert EngineLoad(1, 2, 3, 0.5, 4, 0.25, 5, 0.125) in seen

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import secrets
 import stat
 from pathlib import Path
@@ -104,3 +105,24 @@ def test_without_the_option_nothing_is_kept(on_site):
         assert (await site.chat("hello")).status_code == 200
 
     on_site(scenario)
+
+
+def test_a_full_disk_breaks_one_line_alone(on_site, tmp_path, monkeypatch):
+    path = tmp_path / "log"
+
+    async def scenario(site):
+        with RequestLog(site.services.config.server.request_log) as log:
+            site.services.request_log = log
+            assert (await site.chat("one")).status_code == 200
+            write = os.write
+            with monkeypatch.context() as full:
+                full.setattr(os, "write", lambda file, line: write(file, line[: len(line) // 2]))
+                assert (await site.chat("two")).status_code == 200
+            assert (await site.chat("three")).status_code == 200
+            assert (await site.chat("four")).status_code == 200
+
+    on_site(scenario, request_log=str(path))
+    first, torn, third, fourth = (line for line in path.read_text().splitlines() if line)
+    for whole in (first, third, fourth):
+        assert json.loads(whole)["prompt_tokens"]
+    assert not torn.endswith("}")

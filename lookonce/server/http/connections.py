@@ -706,8 +706,9 @@ def _client_address(peer: object) -> str | None:
     return str(address.ipv4_mapped or ipaddress.IPv6Network((int(address) >> 64 << 64, 64)))
 
 
-def allowed_connections(limits: ConnectionConfig) -> int:
-    """As many as asked for, or as there may be descriptors beside those in use and to spare.
+def allowed_connections(limits: ConnectionConfig, descriptors: int = 1) -> int:
+    """As many as asked for, or as there may be descriptors beside those in use and to spare, where
+    each connection takes `descriptors`.
 
     Raises the process's own limit of descriptors as far as it may.
     """
@@ -717,7 +718,7 @@ def allowed_connections(limits: ConnectionConfig) -> int:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
         soft = wanted
     used = sum(1 for _ in Path("/proc/self/fd").iterdir()) if Path("/proc/self/fd").exists() else 64
-    possible = max(1, soft - used - SPARE_DESCRIPTORS)
+    possible = max(1, (soft - used - SPARE_DESCRIPTORS) // descriptors)
     if possible < limits.max_connections:
         logger.warning(
             "at most %d connections instead of %d: this process may open %d descriptors",

@@ -49,6 +49,9 @@ def uvicorn_config(app: object) -> uvicorn.Config:
 class AcceptingServer(uvicorn.Server):
     """Serves an ASGI application on one listening socket; it leaves signals to its owner."""
 
+    descriptors = 1
+    """That each connection takes."""
+
     def __init__(
         self, app: object, connections: Connections, tls: ssl.SSLContext | None = None
     ) -> None:
@@ -63,7 +66,7 @@ class AcceptingServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         assert sockets, "serve(sockets=[listener])"
         await self.lifespan.startup()
-        self._connections.most = allowed_connections(self._connections.limits)
+        self._connections.most = allowed_connections(self._connections.limits, self.descriptors)
         acceptor = Acceptor(sockets[0], self._connections, self._protocol, self._tls)
         acceptor.resume()
         self.servers = [acceptor]  # type: ignore[list-item]  # closed as asyncio's servers are
