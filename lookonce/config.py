@@ -863,12 +863,13 @@ def _keys_of_file(path: str | None) -> tuple[ApiKey, ...]:
     return tuple(keys)
 
 
-def first_key(path: str | None) -> str | None:
-    """The first key of a key file as clients send it, by which a front-end asks its engines; None
-    without a file or a key. Raises `ConfigError`."""
-    lines = () if path is None else _key_lines(path)
-    parts = (text.partition(EXPIRES)[0].split(":") for _, text in lines)
-    return next((_tenant_and_key(each)[1] for each in parts), None)
+def keys_of_file(path: str) -> list[tuple[str, ApiKey]]:
+    """The keys of a file as clients send them, by which a front-end asks its engines. Raises
+    `ConfigError`."""
+    return [
+        (_tenant_and_key(text.partition(EXPIRES)[0].split(":"))[1], _api_key(text, where))
+        for where, text in _key_lines(path)
+    ]
 
 
 def _key_lines(path: str) -> Iterator[tuple[str, str]]:

@@ -44,10 +44,10 @@ from ray.serve.config import (
 from ray.serve.request_router import FIFOMixin, RequestRouter
 
 from lookonce import __version__
-from lookonce.config import Options, first_key, resolve
+from lookonce.config import Options, resolve
 from lookonce.fleet import replicas
 from lookonce.fleet.config import EngineGroup, FleetConfig, listen_options
-from lookonce.fleet.frontend import EngineAddress, Fleet, Frontend
+from lookonce.fleet.frontend import EngineAddress, EngineKeys, Fleet, Frontend
 from lookonce.fleet.router import QueuePrice, Router, engines_wanted
 from lookonce.fleet.server import FrontendServer, ListenerOwner, listening, shared_listener
 from lookonce.fleet.subscriber import EventSubscriber
@@ -224,7 +224,7 @@ class FrontendReplica:
         config = self._config
         options = Options(host=config.host, port=config.port, api_key_file=config.api_key_file)
         server_config = resolve(options).server
-        fleet = Fleet(Router(), first_key(config.api_key_file))
+        fleet = Fleet(Router(), EngineKeys(config.api_key_file))
         frontend = Frontend(fleet, server_config)
         self._server = FrontendServer(frontend, server_config)
         self._loop = asyncio.get_running_loop()

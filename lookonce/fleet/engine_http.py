@@ -1,23 +1,32 @@
 """Speaks HTTP/1.1 to one engine's own server: requests go out as they came, answers are handed on
 as the bytes that come.
 
-A connection is used for one request at a time, and again for the next one.
+A connection is used for one request at a time, and again for the next one. Those that wait for
+one are limited over all engines together, and give way where this process has no descriptors left.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+import errno
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterable
 from typing import cast
 
 import httptools
 
+from lookonce.errors import UnavailableError
+
 Headers = list[tuple[bytes, bytes]]
 
 CONNECT_SECONDS = 5.0
-MAX_IDLE = 128
-"""Connections kept for later requests."""
+MAX_IDLE = 256
+"""Connections to all engines that are kept for later requests."""
+NO_DESCRIPTOR = "the front-end can open no more connections to engines now"
+OWN_LACKS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+"""Failures to connect that say nothing of the engine."""
+CLOSING_TURNS = 3
+"""Of the event loop, after which the descriptor of a connection that was aborted is free."""
 MAX_UNREAD = 1 << 20
 """Bytes of an answer that may wait for the client; the engine's connection is not read beyond."""
 HOP_BY_HOP = frozenset(
@@ -37,6 +46,40 @@ HOP_BY_HOP = frozenset(
 
 class EngineLostError(Exception):
     """The engine's server cannot be reached, or ended its connection in the middle."""
+
+
+class NoDescriptorError(UnavailableError):
+    """This process can open no connection now; the engine may be well. An answer of 503."""
+
+    code = "no_descriptor"
+
+
+class IdleConnections:
+    """Connections to all engines of a fleet that wait for their next request."""
+
+    def __init__(self, most: int = MAX_IDLE) -> None:
+        self._most = most
+        self._connections: OrderedDict[_Connection, None] = OrderedDict()
+        """The one that has waited longest first."""
+
+    def __len__(self) -> int:
+        return len(self._connections)
+
+    def keep(self, connection: _Connection) -> None:
+        self._connections[connection] = connection.client.idle[connection] = None
+        if len(self._connections) > self._most:
+            next(iter(self._connections)).abort()
+
+    def forget(self, connection: _Connection) -> None:
+        self._connections.pop(connection, None)
+        connection.client.idle.pop(connection, None)
+
+    def close(self) -> bool:
+        """Close all; whether there were any."""
+        closed = list(self._connections)
+        for connection in closed:
+            connection.abort()
+        return bool(closed)
 
 
 class EngineAnswer:
@@ -71,9 +114,11 @@ class EngineAnswer:
 class EngineClient:
     """The connections to one engine's server. `address`: `HOST:PORT` or `unix:PATH`."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, connections: IdleConnections) -> None:
         self.address = address
-        self._idle: deque[_Connection] = deque()
+        self.connections = connections
+        self.idle: dict[_Connection, None] = {}
+        """Those of `connections` that are this engine's, the one used last at the end."""
         local = address.startswith("unix:")
         self._host = b"localhost" if local else address.encode()
 
@@ -86,7 +131,8 @@ class EngineClient:
     ) -> EngineAnswer:
         """The answer, once its head has come; its `close` must be called.
 
-        `headers` are sent but for those about the connection. Raises `EngineLostError`.
+        `headers` are sent but for those about the connection. Raises `EngineLostError`, and
+        `NoDescriptorError` where this process can open no connection.
         """
         head = self._head(method, target, headers, len(body))
         while True:
@@ -104,8 +150,9 @@ class EngineClient:
             return EngineAnswer(connection)
 
     def close(self) -> None:
-        while self._idle:
-            self._idle.pop().abort()
+        """Close what waits for a next request."""
+        for connection in list(self.idle):
+            connection.abort()
 
     def _head(
         self, method: str, target: str, headers: Iterable[tuple[bytes, bytes]], length: int
@@ -121,37 +168,41 @@ class EngineClient:
 
     async def _connection(self) -> tuple[_Connection, bool]:
         """A connection, and whether it was used before."""
-        while self._idle:
-            connection = self._idle.pop()
+        while self.idle:
+            connection = next(reversed(self.idle))
+            self.connections.forget(connection)
             if connection.usable:
                 return connection, True
-        loop = asyncio.get_running_loop()
-        try:
-            async with asyncio.timeout(CONNECT_SECONDS):
-                if self.address.startswith("unix:"):
-                    path = self.address.removeprefix("unix:")
-                    _, made = await loop.create_unix_connection(lambda: _Connection(self), path)
-                else:
-                    host, _, port = self.address.rpartition(":")
-                    _, made = await loop.create_connection(
-                        lambda: _Connection(self), host.strip("[]"), int(port)
-                    )
-        except (OSError, TimeoutError) as error:
-            raise EngineLostError(f"{self.address} cannot be reached") from error
-        return made, False
+        while True:
+            try:
+                async with asyncio.timeout(CONNECT_SECONDS):
+                    return await self._connect(), False
+            except (OSError, TimeoutError) as error:
+                if error.errno not in OWN_LACKS:
+                    raise EngineLostError(f"{self.address} cannot be reached") from error
+                if not self.connections.close():
+                    raise NoDescriptorError(NO_DESCRIPTOR) from error
+                for _ in range(CLOSING_TURNS):
+                    await asyncio.sleep(0)
 
-    def keep(self, connection: _Connection) -> None:
-        if len(self._idle) < MAX_IDLE:
-            self._idle.append(connection)
+    async def _connect(self) -> _Connection:
+        loop = asyncio.get_running_loop()
+        if self.address.startswith("unix:"):
+            path = self.address.removeprefix("unix:")
+            _, made = await loop.create_unix_connection(lambda: _Connection(self), path)
         else:
-            connection.abort()
+            host, _, port = self.address.rpartition(":")
+            _, made = await loop.create_connection(
+                lambda: _Connection(self), host.strip("[]"), int(port)
+            )
+        return made
 
 
 class _Connection(asyncio.Protocol):
     """One connection; also the parser's callbacks."""
 
     def __init__(self, client: EngineClient) -> None:
-        self._client = client
+        self.client = client
         self._transport: asyncio.Transport | None = None
         self._parser = httptools.HttpResponseParser(self)
         self._waiter: asyncio.Future[None] | None = None
@@ -168,6 +219,8 @@ class _Connection(asyncio.Protocol):
         """Any byte of the answer."""
         self._head_came = False
         self._complete = True
+        self._stays = False
+        """The engine does not close it after this answer."""
         self._bodiless = False
         self._lost = False
 
@@ -182,7 +235,7 @@ class _Connection(asyncio.Protocol):
         know that, so the connection is not used again."""
         assert self._transport is not None
         self.status, self.headers, self.received = 0, [], False
-        self._head_came = self._complete = False
+        self._head_came = self._complete = self._stays = False
         self._bodiless = bodiless
         self._chunks, self._unread = [], 0
         if len(body) <= 1 << 16:
@@ -212,21 +265,21 @@ class _Connection(asyncio.Protocol):
         return data
 
     def release(self) -> None:
-        usable = self.usable and not self._bodiless
-        if usable and self._parser.should_keep_alive():
+        if self.usable and self._stays and not self._bodiless:
             self._parser = httptools.HttpResponseParser(self)
-            self._client.keep(self)
+            self.client.connections.keep(self)
         else:
             self.abort()
 
     def abort(self) -> None:
         self._lost = True
+        self.client.connections.forget(self)
         if self._transport is not None:
             self._transport.abort()
 
     async def _wait(self) -> None:
         if self._lost:
-            raise EngineLostError(f"{self._client.address} ended its connection")
+            raise EngineLostError(f"{self.client.address} ended its connection")
         self._waiter = asyncio.get_running_loop().create_future()
         try:
             await self._waiter
@@ -244,6 +297,7 @@ class _Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._lost = True
+        self.client.connections.forget(self)
         self._writable.set()
         self._wake()
 
@@ -302,3 +356,4 @@ class _Connection(asyncio.Protocol):
     def on_message_complete(self) -> None:
         if self._head_came:
             self._complete = True
+            self._stays = self._parser.should_keep_alive()  # the parser knows it no longer later

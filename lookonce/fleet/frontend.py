@@ -14,24 +14,40 @@ import asyncio
 import contextlib
 import hmac
 import logging
+import math
 import os
 import re
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
+from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
+from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from lookonce.config import ApiKey, ServerConfig, key_digest
-from lookonce.errors import LookOnceError, UnauthorizedError
+from lookonce.config import ApiKey, ServerConfig, key_digest, keys_of_file
+from lookonce.errors import (
+    BadRequestError,
+    ConfigError,
+    EngineDeadError,
+    ForbiddenError,
+    LookOnceError,
+    NotReadyError,
+    UnauthorizedError,
+)
 from lookonce.fleet.engine_http import (
     HOP_BY_HOP,
+    NO_DESCRIPTOR,
+    OWN_LACKS,
     EngineAnswer,
     EngineClient,
     EngineLostError,
     Headers,
+    IdleConnections,
+    NoDescriptorError,
 )
 from lookonce.fleet.identity import (
     Identity,
@@ -57,6 +73,9 @@ PROBE_SECONDS = 1.0
 """Between two looks at an engine's `/ready`."""
 PROBE_TIMEOUT = 10.0
 METRICS_TIMEOUT = 2.0
+METRICS_SECONDS = 0.5
+"""For so long what engines told of themselves is told again: anybody may ask, and to gather it
+takes milliseconds of the event loop."""
 MAX_HELD_BYTES = 4 * MAX_BODY_BYTES
 """Of all bodies that wait for an engine; one tenant has half of it where there are others."""
 MAX_KEYLESS_BYTES = 64 << 10
@@ -85,13 +104,15 @@ BROADCAST_PATHS = frozenset(
 """POSTs that every engine gets."""
 LOAD_ADAPTER = "/v1/load_lora_adapter"
 LOAD_TIMEOUT = 300.0
-LOAD_HEADERS = (b"authorization", b"x-api-key", b"content-type")
-"""Of a load, that go with it to engines which start later."""
+LOAD_HEADERS: Headers = [(b"content-type", b"application/json")]
 ADAPTER_PATHS = frozenset({LOAD_ADAPTER, "/v1/unload_lora_adapter"})
 """POSTs that every engine gets which loads adapters while it runs."""
 MODEL_PATH = "/v1/models/"
 OWN_PATHS = frozenset({"/health", "/ping", "/ready", "/metrics", "/fleet"})
 CLIENT_LEFT_STATUS = 499
+ENGINE_LOST = "the engine was lost"
+REFUSAL_HEADERS = frozenset({"content-type", "www-authenticate", "retry-after", "x-request-id"})
+"""Of an engine's answer to a WebSocket's handshake that it refuses, which clients get."""
 METRICS_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -110,11 +131,10 @@ class EngineAddress(msgspec.Struct, frozen=True):
 
 
 class AdapterLoad(msgspec.Struct, frozen=True):
-    """A LoRA adapter that was loaded by route, and the request that did so: engines that start
-    later get it, too."""
+    """A LoRA adapter that was loaded by route, and the body that did so: engines that start later
+    get it, too, with the front-end's own key."""
 
     identity: LoRAIdentity
-    headers: Headers
     body: bytes
 
 
@@ -124,6 +144,55 @@ AdapterLoads = dict[str, AdapterLoad]
 """Name of an adapter → its load; of one model."""
 
 
+class EngineKeys:
+    """The keys by which a front-end asks its engines: those of a key file, as it is now."""
+
+    def __init__(self, path: str | None, now: Callable[[], float] = time.time) -> None:
+        """`now` is the Unix time. Raises `ConfigError`."""
+        self._path, self._now = path, now
+        self._keys: list[tuple[str, ApiKey]] = []
+        self._version: tuple[int, ...] | None = ()
+        self._read()
+
+    def first(self, *, admin: bool = False) -> str | None:
+        """The first key that is valid now, of an admin if that is needed, as clients send it; None
+        without a file or such a key."""
+        try:
+            self._read()
+        except ConfigError as error:
+            logger.error("the keys stay what they were: %s", error)
+        moment = self._now()
+        return next(
+            (
+                text
+                for text, key in self._keys
+                if (key.expires is None or moment < key.expires) and (key.admin or not admin)
+            ),
+            None,
+        )
+
+    def headers(self, *, admin: bool = False) -> Headers:
+        key = self.first(admin=admin)
+        return [] if key is None else [(b"authorization", b"Bearer " + key.encode())]
+
+    @property
+    def asked_for(self) -> bool:
+        """Whether engines have keys."""
+        return self._path is not None
+
+    def _read(self) -> None:
+        """The file, if it is another one than before. Raises `ConfigError`, once."""
+        if self._path is None:
+            return
+        version: tuple[int, ...] | None = None
+        with contextlib.suppress(OSError):  # reading it names the reason
+            found = Path(self._path).stat()
+            version = found.st_mtime_ns, found.st_size, found.st_ino
+        if version != self._version:
+            self._version = version
+            self._keys = keys_of_file(self._path)
+
+
 class Member:
     """One engine of the fleet: its connections, its events, and whether it is ready."""
 
@@ -131,23 +200,24 @@ class Member:
         self,
         address: EngineAddress,
         state: EngineState,
-        key: str | None,
+        keys: EngineKeys,
+        connections: IdleConnections,
         loads: AdapterLoads,
         on_look: Callable[[], None] = lambda: None,
     ) -> None:
         """`loads`: what this engine has to load before it gets requests. `on_look` is called
         whenever it is known anew whether the engine accepts requests."""
         self.address, self.state = address, state
+        self._keys = keys
         self._loads = loads
         self._on_look = on_look
         self.without: set[str] = set()
         """Names of adapters that it could not load as others have: it gets no requests for them."""
-        self.client = EngineClient(address.http)
+        self.client = EngineClient(address.http, connections)
         self.processor = Processor()
         self.cards: list[dict[str, Any]] = []
         """Of the model, and of its adapters."""
         self.subscriber: EventSubscriber | None = None
-        self.headers: Headers = [(b"authorization", b"Bearer " + key.encode())] if key else []
         self.draining = address.draining
         self._learning = asyncio.Lock()
         self._looks = asyncio.Event()
@@ -160,6 +230,7 @@ class Member:
 
     def close(self) -> None:
         self._task.cancel()
+        self.client.close()
         self.state.accepts = False
         if self.subscriber is not None:
             asyncio.get_running_loop().run_in_executor(None, self.subscriber.close)
@@ -167,13 +238,16 @@ class Member:
     async def _watch(self) -> None:
         while True:
             self._looks.clear()
-            ready = await self._is_ready()
-            if not ready:
-                self.without.clear()  # whatever comes back may be able to
-            elif not await self.learn():
-                ready = self.state.accepts  # it goes on as it is known
-            elif not self.state.accepts and not self.draining:
-                ready = await self._load_adapters()
+            try:
+                ready = await self._is_ready()
+                if not ready:
+                    self.without.clear()  # whatever comes back may be able to
+                elif not await self.learn():
+                    ready = self.state.accepts  # it goes on as it is known
+                elif not self.state.accepts and not self.draining:
+                    ready = await self._load_adapters()
+            except NoDescriptorError:
+                ready = self.state.accepts  # nothing was found out
             self.state.accepts = ready and not self.draining
             self._on_look()
             with contextlib.suppress(TimeoutError):
@@ -221,11 +295,15 @@ class Member:
             return {n for n, load in self._loads.items() if told.get(n) != load.identity}
 
         while wanted := missing() - self.without:  # more may be loaded meanwhile
+            key = self._keys.headers(admin=True)
+            if not key and self._keys.asked_for:
+                logger.error("adapters cannot be loaded again: no admin key is valid now")
+            headers = [*LOAD_HEADERS, *key]
             answered: dict[str, AdapterLoad] = {}
             for name in sorted(wanted):
                 if (load := self._loads.get(name)) is None:
                     continue
-                if not await self.ask("POST", LOAD_ADAPTER, load.headers, load.body, LOAD_TIMEOUT):
+                if not await self.ask("POST", LOAD_ADAPTER, headers, load.body, LOAD_TIMEOUT):
                     logger.error("%s did not answer a load of %s", self.address.name, name)
                     return False  # it is asked again
                 answered[name] = load
@@ -239,14 +317,14 @@ class Member:
         return True
 
     async def get(self, path: str, timeout: float = PROBE_TIMEOUT) -> tuple[int, bytes] | None:
-        """Status and body; None where none came in time."""
-        answer = await self.ask("GET", path, self.headers, b"", timeout)
+        """Status and body; None where none came in time. Raises `NoDescriptorError`."""
+        answer = await self.ask("GET", path, self._keys.headers(), b"", timeout)
         return None if answer is None else (answer[0], answer[2])
 
     async def ask(
         self, method: str, target: str, headers: Headers, body: bytes, timeout: float
     ) -> EngineAnswerParts | None:
-        """The whole answer; None where none came in time."""
+        """The whole answer; None where none came in time. Raises `NoDescriptorError`."""
         try:
             async with asyncio.timeout(timeout):
                 answer = await self.client.request(method, target, headers, body)
@@ -261,10 +339,11 @@ class Member:
 class Fleet:
     """The engines as one front-end knows them. Made and used on its event loop."""
 
-    def __init__(self, router: Router, key: str | None = None) -> None:
-        """`key`: what engines ask for, where they have keys."""
+    def __init__(self, router: Router, keys: EngineKeys | None = None) -> None:
+        """`keys`: what engines ask for, where they have keys."""
         self.router = router
-        self._key = key
+        self._keys = keys or EngineKeys(None)
+        self._connections = IdleConnections()
         self.members: dict[str, Member] = {}
         self._looked = asyncio.Event()
         self.loads: dict[str, AdapterLoads] = {}
@@ -295,7 +374,8 @@ class Fleet:
                 member = Member(
                     address,
                     state,
-                    self._key,
+                    self._keys,
+                    self._connections,
                     self.loads.setdefault(address.model, {}),
                     self._looked.set,
                 )
@@ -349,6 +429,9 @@ class Frontend:
         self.responses: Counter[int] = Counter()
         self.retried = 0
         self.decision_seconds = 0.0
+        self._gathered: asyncio.Task[str] | None = None
+        """What engines tell of themselves."""
+        self._gathered_at = -math.inf
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":
@@ -408,7 +491,7 @@ class Frontend:
         elif method == "POST" and path in ADAPTER_PATHS:
             await self._change_adapters(exchange, body)
         elif stored := STORED_PATH.fullmatch(path):
-            await self._stored(exchange, stored[1])
+            await self._stored(exchange, stored[1], tenant or "")
         else:
             began = time.perf_counter()
             request_id, identity = exchange.request_id, Identity()
@@ -437,16 +520,31 @@ class Frontend:
         """Of the request's key; None where that is not known."""
         if not self._keys:
             return ""
+        found = self._key(exchange)
+        return None if found is None else found.tenant
+
+    def _key(self, exchange: _Exchange) -> ApiKey | None:
+        """Of a request, where it is known."""
         scheme, _, key = exchange.header(b"authorization").decode("latin-1").partition(" ")
         if scheme.lower() != "bearer":
             key = exchange.header(b"x-api-key").decode("latin-1")
-        found = _find_key(self._keys, key.strip())
-        return None if found is None else found.tenant
+        return _find_key(self._keys, key.strip())
+
+    def _require_admin(self, exchange: _Exchange) -> None:
+        """Raises `UnauthorizedError` or `ForbiddenError` where there are keys."""
+        if not self._keys:
+            return
+        key = self._key(exchange)
+        if key is None:
+            raise UnauthorizedError("an API key is needed: Authorization: Bearer KEY")
+        if not key.admin:
+            raise ForbiddenError("this route needs an admin key")
 
     async def _route(self, exchange: _Exchange, request_id: str, identity: Identity) -> None:
         """To the engine of the router's choice. Where that one refuses, to another; where it is
         lost before its answer has begun, once more."""
         router, failed, lost = self._fleet.router, set[str](), 0
+        self._check_stored(identity)
         while True:
             began = time.perf_counter()
             try:
@@ -465,7 +563,7 @@ class Frontend:
                     member.look()
                 lost += 1
                 if exchange.begun or lost > 1:
-                    await exchange.refuse(503, "engine_dead", "the engine was lost")
+                    await exchange.refuse(503, "engine_dead", ENGINE_LOST)
                     return
                 done = False
             except BaseException:
@@ -476,6 +574,20 @@ class Frontend:
                 return
             failed.add(route.engine.name)
             self.retried += 1
+
+    def _check_stored(self, identity: Identity) -> None:
+        """Raises `BadRequestError` where what a request goes on with is stored with another model:
+        no engine of its own can find it."""
+        if identity.stored is None:
+            return
+        holder = self._fleet.router.engine_of_stored(identity.tenant, identity.stored)
+        if holder is not None and not holder.serves(identity.model):
+            raise BadRequestError(
+                f"{identity.stored[:80]!r} is stored with the model {holder.model!r}, and this"
+                f" request is for {str(identity.model)[:80]!r}",
+                param="model",
+                code="stored_with_other_model",
+            )
 
     async def _no_engine(self, exchange: _Exchange, identity: Identity, failed: set[str]) -> None:
         if exchange.held is not None:
@@ -523,7 +635,11 @@ class Frontend:
                 await answer.body()
                 raise _NotHeldError
             unknown = answer.status == 422 and any(m.bare for m in route.identity.media)
-            unknown |= answer.status == 404 and route.identity.stored is not None
+            unknown |= (
+                answer.status == 404
+                and route.identity.stored is not None
+                and route.reason != "stored"
+            )
             if unknown or answer.status in RETRIED_STATUSES:
                 exchange.held = answer.status, answer.headers, await answer.body()
                 return False
@@ -536,7 +652,8 @@ class Frontend:
                 if first is None:
                     first = chunk
                     self._fleet.router.answered(route, time.monotonic() - began)
-                    self._learn_stored(exchange.path, chunk, route.engine.name)
+                    if answer.status == 200:
+                        self._learn_stored(exchange, chunk, route)
                     await exchange.begin(answer)
                 await exchange.write(chunk)
             if first is None:
@@ -546,16 +663,22 @@ class Frontend:
             self._fleet.router.note_answer_tokens(num_tokens)
         return True
 
-    def _learn_stored(self, path: str, chunk: bytes, engine: str) -> None:
-        if path in STORING_PATHS and (found := STORED_ID.search(chunk[:4096])):
-            self._fleet.router.bind_stored(found[1].decode("latin-1"), engine)
+    def _learn_stored(self, exchange: _Exchange, chunk: bytes, route: Route) -> None:
+        """Where what it went on with is, and what it stored."""
+        if exchange.path not in STORING_PATHS:
+            return
+        tenant, engine = self._tenant(exchange) or "", route.engine.name
+        if (known := route.identity.stored) is not None:
+            self._fleet.router.bind_stored(tenant, known, engine)
+        if found := STORED_ID.search(chunk[:4096]):
+            self._fleet.router.bind_stored(tenant, found[1].decode("latin-1"), engine)
 
     # --- requests for several engines ------------------------------------------------------------
 
-    async def _stored(self, exchange: _Exchange, stored: str) -> None:
+    async def _stored(self, exchange: _Exchange, stored: str, tenant: str) -> None:
         """What an engine has stored: the one that is known for it, or each until one has it."""
-        known = self._fleet.router.engine_of_stored(stored)
-        members = sorted(self._fleet.ready(), key=lambda each: each.address.name != known)
+        known = self._fleet.router.engine_of_stored(tenant, stored)
+        members = sorted(self._fleet.ready(), key=lambda each: each.state is not known)
         held: EngineAnswerParts | None = None
         for member in members:
             try:
@@ -564,7 +687,7 @@ class Frontend:
             except EngineLostError:
                 continue
             if held[0] == 200:  # any other status says nothing of where it is
-                self._fleet.router.bind_stored(stored, member.address.name)
+                self._fleet.router.bind_stored(tenant, stored, member.address.name)
             if held[0] != 404:
                 break
         if held is None:
@@ -605,7 +728,9 @@ class Frontend:
         # also those that become ready meanwhile
         while member := next((each for each in self._fleet.ready() if each not in asked), None):
             asked.append(member)
-            answer = await member.ask("POST", exchange.target, headers, body, LOAD_TIMEOUT)
+            answer = None
+            with contextlib.suppress(NoDescriptorError):
+                answer = await member.ask("POST", exchange.target, headers, body, LOAD_TIMEOUT)
             if answer is None:
                 continue
             answers.append(answer)
@@ -615,23 +740,21 @@ class Frontend:
                 if await member.learn():
                     changed.append(member)
         if exchange.path == LOAD_ADAPTER:
-            self._note_loaded(name, changed, exchange.sent_headers(LOAD_HEADERS), body)
+            self._note_loaded(name, changed, body)
         meant = [each for each in answers if each[0] != 403] or answers
         if not meant:
             await exchange.refuse(503, "no_engine", "no engine takes requests now")
             return
         await exchange.answer(*next((each for each in meant if each[0] != 200), meant[0]))
 
-    def _note_loaded(
-        self, name: str, changed: Sequence[Member], headers: Headers, body: bytes
-    ) -> None:
+    def _note_loaded(self, name: str, changed: Sequence[Member], body: bytes) -> None:
         """Engines of the same models that start later load it, too."""
         identities = {each.address.model: each.processor.adapters.get(name) for each in changed}
         for model, identity in identities.items():
             if identity is None:
                 continue
             given = msgspec.json.decode(body) | {"load_inplace": True}
-            load = AdapterLoad(identity, headers, msgspec.json.encode(given))
+            load = AdapterLoad(identity, msgspec.json.encode(given))
             self._fleet.loads[model][name] = load
             for member in self._fleet.ready():
                 unlike = member.processor.adapters.get(name) != identity
@@ -659,6 +782,7 @@ class Frontend:
             lines = await self._metrics()
             await exchange.answer(200, [(b"content-type", METRICS_TYPE)], lines.encode())
         elif exchange.path == "/fleet":
+            self._require_admin(exchange)
             await exchange.answer(200, json, msgspec.json.encode(self._state()))
         else:
             models = {member.address.model for member in self._fleet.members.values()}
@@ -698,25 +822,48 @@ class Frontend:
         }
 
     async def _metrics(self) -> str:
-        """Its own figures, and those of the engines that answer in time."""
-        members = list(self._fleet.members.values())
-        answers = await asyncio.gather(*(m.get("/metrics", METRICS_TIMEOUT) for m in members))
-        texts = {
-            member.address.name: answer[1].decode(errors="replace")
-            for member, answer in zip(members, answers, strict=True)
-            if answer is not None and answer[0] == 200
-        }
+        """Its own figures, and those of the engines that answer in time. Engines are asked once
+        for all who ask at the same time, and for `METRICS_SECONDS`."""
+        loop = asyncio.get_running_loop()
+        gathered = self._gathered
+        if gathered is None or (gathered.done() and loop.time() >= self._gathered_at):
+            gathered = self._gathered = loop.create_task(self._gather())
+        theirs = await asyncio.shield(gathered)
         own = fleet_families(
             self._fleet.router, self.retried, self.decision_seconds, self.responses
         )
-        return "\n".join([*own, *engines_families(texts)]) + "\n"
+        return "\n".join([*own, theirs]) + "\n"
+
+    async def _gather(self) -> str:
+        """The figures of the engines that answer in time."""
+
+        async def told(member: Member) -> str | None:
+            with contextlib.suppress(NoDescriptorError):
+                answer = await member.get("/metrics", METRICS_TIMEOUT)
+                if answer is not None and answer[0] == 200:
+                    return answer[1].decode(errors="replace")
+            return None
+
+        members = list(self._fleet.members.values())
+        answers = await asyncio.gather(*map(told, members))
+        names = (member.address.name for member in members)
+        texts = {n: text for n, text in zip(names, answers, strict=True) if text is not None}
+        lines = "\n".join(engines_families(texts))
+        self._gathered_at = asyncio.get_running_loop().time() + METRICS_SECONDS
+        return lines
 
     # --- WebSockets ------------------------------------------------------------------------------
 
     async def _websocket(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """To the engine where the least waits, message by message."""
+        """To the engine where the least waits, message by message. What is refused is answered as
+        any other request."""
         from websockets.asyncio.client import connect
-        from websockets.exceptions import ConnectionClosed, WebSocketException
+        from websockets.exceptions import (
+            ConnectionClosed,
+            InvalidStatus,
+            InvalidURI,
+            WebSocketException,
+        )
 
         await receive()
         exchange = _Exchange(scope, receive, send)
@@ -724,10 +871,13 @@ class Frontend:
         try:
             self._guard.admit(scope)
             route = self._fleet.router.route(exchange.request_id, Identity())
-        except (LookOnceError, NoEngineError):
+        except (LookOnceError, NoEngineError) as error:
             self.active -= 1
-            await send({"type": "websocket.close", "code": 1013})
+            if isinstance(error, NoEngineError):
+                error = NotReadyError("no engine takes requests now")
+            await _deny(scope, receive, send, error_response(error))
             return
+        accepted = False
         try:
             http = self._fleet.members[route.engine.name].address.http
             path = http.removeprefix("unix:") if http.startswith("unix:") else None
@@ -750,14 +900,42 @@ class Frontend:
                 options |= {"unix": True, "path": path}
             async with connect(url, **options) as engine:
                 await send({"type": "websocket.accept", "subprotocol": engine.subprotocol})
+                accepted = True
                 await _relay(engine, receive, send)
         except ConnectionClosed:
             pass
-        except (OSError, WebSocketException, TimeoutError):
-            await send({"type": "websocket.close", "code": 1013})
+        except (OSError, WebSocketException, TimeoutError) as error:
+            if accepted:
+                await send({"type": "websocket.close", "code": 1013})
+            elif isinstance(error, InvalidStatus) and error.response.status_code >= 400:
+                await _deny(scope, receive, send, _as_it_came(error.response))
+            else:
+                failure: LookOnceError = EngineDeadError(ENGINE_LOST)
+                if isinstance(error, InvalidURI):
+                    failure = BadRequestError("the query has a character that no URL has")
+                elif isinstance(error, OSError) and error.errno in OWN_LACKS:
+                    failure = NoDescriptorError(NO_DESCRIPTOR)
+                await _deny(scope, receive, send, error_response(failure))
         finally:
             self.active -= 1
             self._fleet.router.ended(exchange.request_id, route)
+
+
+async def _deny(scope: Scope, receive: Receive, send: Send, response: Response) -> None:
+    """Answer a WebSocket's handshake with an error."""
+    with contextlib.suppress(WebSocketDisconnect, RuntimeError, OSError):  # the client is gone
+        await WebSocket(scope, receive, send).send_denial_response(response)
+
+
+def _as_it_came(refused: Any) -> Response:
+    """An engine's answer to a handshake that it refused."""
+    response = Response(bytes(refused.body or b""), refused.status_code)
+    response.raw_headers += [
+        (name.lower().encode("latin-1"), value.encode("latin-1"))
+        for name, value in refused.headers.raw_items()
+        if name.lower() in REFUSAL_HEADERS
+    ]
+    return response
 
 
 async def _relay(engine: Any, receive: Receive, send: Send) -> None:
@@ -868,9 +1046,6 @@ class _Exchange:
         dropped = (b"origin", b"x-request-id")
         kept = [each for each in self._scope["headers"] if each[0] not in dropped]
         return [*kept, (b"x-request-id", request_id.encode("latin-1"))]
-
-    def sent_headers(self, names: Collection[bytes]) -> Headers:
-        return [(name, value) for name, value in self._scope["headers"] if name in names]
 
     async def body(self, limit: int) -> bytes | None:
         """None: it is longer than `limit` bytes. Raises `QueueFullError` where the tenant's

@@ -154,6 +154,8 @@ class Identity(msgspec.Struct, frozen=True):
     """In the order of the body."""
     encoder_digest: bytes = b""
     """Of the request's LoRA adapter, where that changes encoder outputs."""
+    tenant: str = ""
+    """Of the request's key."""
 
 
 def body_with_names(body: bytes, pictures: Iterable[InlinePicture]) -> bytes:
@@ -311,6 +313,7 @@ def identify(
         _stored(body),
         tuple(sorted(reader.inline, key=lambda picture: picture.start)),
         b"" if adapter is None else adapter.encoder_digest,
+        tenant,
     )
 
 

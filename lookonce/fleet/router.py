@@ -25,11 +25,12 @@ import math
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from blake3 import blake3
 
 from lookonce.config import ENCODER_TOPIC, ITEM_TOPIC
+from lookonce.fleet.bindings import TenantBindings
 from lookonce.fleet.identity import Identity, Medium
 from lookonce.fleet.index import DEFAULT_MAX_ENTRIES, DigestIndex, short
 from lookonce.fleet.subscriber import (
@@ -332,14 +333,15 @@ class Router:
         self._followed: set[int] = set()
         """Engines that send events: what they do not tell of they do not hold."""
         self._nodes: OrderedDict[int, _Node] = OrderedDict()
-        self._aliases: OrderedDict[int, bytes] = OrderedDict()
+        self._aliases = TenantBindings[int, bytes](MAX_ALIASES)
         """Alias → key of the item."""
         self._lengths: OrderedDict[int, int] = OrderedDict()
         """Key of a media item → its tokens."""
         self._usual_length: dict[str, float] = {}
-        self._sessions: OrderedDict[int, str] = OrderedDict()
-        self._stored: OrderedDict[str, str] = OrderedDict()
-        self._running: dict[str, Route] = {}
+        self._sessions = TenantBindings[int, str](MAX_SESSIONS)
+        self._stored = TenantBindings[str, str](MAX_STORED)
+        self._running: dict[str, list[Route]] = {}
+        """Id of a request → the routes with it: clients choose ids, and two may choose the same."""
         self._chars_per_token = DEFAULT_CHARS_PER_TOKEN
         self.answer_tokens = DEFAULT_ANSWER_TOKENS
         """That an answer usually has."""
@@ -399,18 +401,22 @@ class Router:
 
     def _note_computed(self, engine: EngineState, computed: PromptComputed) -> None:
         """Learn what the request's prompt has become at the engine."""
-        route = self._running.get(computed.request_id)
-        if route is None or route.engine is not engine:
-            return
-        identity = route.identity
+        named = self._running.get(computed.request_id, ())
+        routes = [route for route in named if route.engine is engine]
+        if len(routes) != 1:
+            return  # none of ours, or nobody knows whose it is
+        identity = routes[0].identity
         media_tokens = 0
         if len(computed.items) == len(identity.media):
             for medium, (key, length) in zip(identity.media, computed.items, strict=True):
                 media_tokens += length
                 exact = short(key)
                 if not medium.exact:
-                    _remember(self._aliases, medium.key, key, MAX_ALIASES)
-                _remember(self._lengths, exact, length, MAX_LENGTHS)
+                    self._aliases.put(identity.tenant, medium.key, key)
+                self._lengths[exact] = length
+                self._lengths.move_to_end(exact)
+                if len(self._lengths) > MAX_LENGTHS:
+                    self._lengths.popitem(last=False)
                 usual = self._usual_length.get(medium.modality, length)
                 self._usual_length[medium.modality] = usual + RATE_WEIGHT * (length - usual)
         chars = sum(piece.num_chars for piece in identity.pieces)
@@ -442,7 +448,7 @@ class Router:
         if not candidates:
             raise NoEngineError
         stuck = self._stuck(identity, candidates)
-        media = [self._keyed(medium, identity.encoder_digest) for medium in identity.media]
+        media = [self._keyed(medium, identity) for medium in identity.media]
         knowing = self._knowing(media, candidates)
         works = self._works(identity, media, candidates)
         prices = [
@@ -490,11 +496,11 @@ class Router:
         """The engine that a session, or what is stored, is bound to, and the reason."""
         names = {engine.name: engine for engine in candidates}
         if identity.stored is not None:
-            engine = names.get(self._stored.get(identity.stored, ""))
+            engine = names.get(self._stored.get(identity.tenant, identity.stored) or "")
             if engine is not None:
                 return engine, "stored"
         if identity.session is not None:
-            engine = names.get(self._sessions.get(identity.session, ""))
+            engine = names.get(self._sessions.get(identity.tenant, identity.session) or "")
             if engine is not None:
                 return engine, "session"
         return None
@@ -510,14 +516,15 @@ class Router:
                 found = [e for e in found if holders >> e.number & 1 or e.expected[output]] or found
         return found
 
-    def _keyed(self, medium: Medium, encoder_digest: bytes) -> _Keyed:
+    def _keyed(self, medium: Medium, identity: Identity) -> _Keyed:
         if medium.exact:
             output = medium.key if medium.output is None else medium.output
             return _Keyed(medium, medium.key, output)
-        known = self._aliases.get(medium.key)
+        known = self._aliases.get(identity.tenant, medium.key)
         if known is None:
             return _Keyed(medium, medium.key, medium.key)
-        output = short(adapted_item_key(encoder_digest, known) if encoder_digest else known)
+        digest = identity.encoder_digest
+        output = short(adapted_item_key(digest, known) if digest else known)
         return _Keyed(medium, short(known), output)
 
     def _works(
@@ -644,8 +651,8 @@ class Router:
         while len(self._nodes) > MAX_PROMPT_NODES:
             self._nodes.popitem(last=False)
         if identity.session is not None:
-            _remember(self._sessions, identity.session, engine.name, MAX_SESSIONS)
-        self._running[request_id] = route
+            self._sessions.put(identity.tenant, identity.session, engine.name)
+        self._running.setdefault(request_id, []).append(route)
         self.routed[engine.name, route.reason] += 1
 
     def answered(self, route: Route, seconds: float) -> None:
@@ -669,7 +676,9 @@ class Router:
         if route.ended:
             return
         route.ended = True
-        if self._running.get(request_id) is route:
+        named = self._running[request_id]
+        named[:] = [each for each in named if each is not route]
+        if not named:
             del self._running[request_id]
         engine = route.engine
         engine.backlog = max(0.0, engine.backlog - route.left)
@@ -694,26 +703,23 @@ class Router:
         """An answer has ended and had so many."""
         self.answer_tokens += 0.1 * (num_tokens - self.answer_tokens)
 
-    def bind_stored(self, stored: str, engine: str) -> None:
-        """A stored response or conversation is at this engine."""
-        _remember(self._stored, stored, engine, MAX_STORED)
+    def bind_stored(self, tenant: str, stored: str, engine: str) -> None:
+        """A stored response or conversation of a tenant is at this engine."""
+        self._stored.put(tenant, stored, engine)
 
-    def engine_of_stored(self, stored: str) -> str | None:
-        return self._stored.get(stored)
+    def engine_of_stored(self, tenant: str, stored: str) -> EngineState | None:
+        """None too where it is gone."""
+        return self.engines.get(self._stored.get(tenant, stored) or "")
 
     def check_integrity(self) -> None:
         for index in (self.blocks, self.outputs, self.items):
             index.check_integrity()
+        for bindings in (self._aliases, self._sessions, self._stored):
+            bindings.check_integrity()
+        running = [route for named in self._running.values() for route in named]
         for engine in self.engines.values():
-            mine = [r for r in self._running.values() if r.engine is engine]
+            mine = [route for route in running if route.engine is engine]
             assert engine.num_requests == len(mine), engine.name
             assert math.isclose(engine.backlog, sum(r.left for r in mine), abs_tol=1e-6)
             keys = Counter(key for route in mine for key in route.expected)
             assert engine.expected == keys
-
-
-def _remember(known: OrderedDict[Any, Any], key: Any, value: Any, most: int) -> None:
-    known[key] = value
-    known.move_to_end(key)
-    if len(known) > most:
-        known.popitem(last=False)

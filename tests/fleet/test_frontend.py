@@ -5,9 +5,13 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import errno
+import json
 import re
 import socket
+import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -16,7 +20,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from lookonce.cache.identity import item_key, media_hash, scope_digest
 from lookonce.config import ITEM_TOPIC, Options, resolve
-from lookonce.fleet.frontend import EngineAddress, Fleet, Frontend
+from lookonce.errors import ConfigError
+from lookonce.fleet.engine_http import EngineClient, IdleConnections
+from lookonce.fleet.frontend import EngineAddress, EngineKeys, Fleet, Frontend
 from lookonce.fleet.index import short
 from lookonce.fleet.router import Router
 from lookonce.fleet.server import FrontendServer, ListenerOwner, listening, shared_listener
@@ -49,6 +55,10 @@ class Served:
         self.client = httpx.AsyncClient(base_url=url, timeout=30)
         host, _, port = url.removeprefix("http://").partition(":")
         self.address = host, int(port)
+        self.key_file = Path()
+
+    def write_keys(self, *keys: str) -> None:
+        self.key_file.write_text("\n".join(keys))
 
     def named(self, name: str) -> FakeEngine:
         return next(engine for engine in self.engines if engine.name == name)
@@ -75,13 +85,20 @@ async def serving(
     async with contextlib.AsyncExitStack() as stack:
         for engine in engines:
             await stack.enter_async_context(engine)
-        fleet = Fleet(Router(), options["api_key"][0].split(":")[1] if options else None)
+        keys = None
+        if options:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            file = folder / "keys"
+            file.write_text("\n".join(options["api_key"]))
+            keys = EngineKeys(str(file))
+        fleet = Fleet(Router(), keys)
         fleet.update({e.name: EngineAddress(e.name, e.model, e.address) for e in engines})
         frontend = Frontend(fleet, config)
         server = FrontendServer(frontend, config)
         with listener or socket.create_server(("127.0.0.1", 0)) as listener:
             url = f"http://127.0.0.1:{listener.getsockname()[1]}"
             served = Served(list(engines), frontend, fleet, server, url)
+            served.key_file = file if options else Path()
             if wait:
                 await served.until(lambda: len(fleet.ready()) == len(engines))
             task = asyncio.get_running_loop().create_task(server.serve(sockets=[listener]))
@@ -285,7 +302,10 @@ async def test_a_client_that_leaves_ends_its_request_at_the_engine() -> None:
         begin_stream(writer)
         send_chunk(writer, b"data: 1\n\n")
         await writer.drain()
-        await asyncio.Event().wait()
+        while True:  # fails once nobody reads it
+            send_chunk(writer, b"data: 2\n\n")
+            await writer.drain()
+            await asyncio.sleep(0.01)
 
     async with serving(FakeEngine("a", answer=begin)) as served:
         (engine,) = served.engines
@@ -463,7 +483,9 @@ async def test_an_engine_that_starts_later_loads_what_was_loaded_before_it_gets_
         assert not later.adapters
 
 
-def keeping(before: Callable[[FakeEngine, Received], Awaitable[None]] | None = None) -> Answer:
+def keeping(
+    before: Callable[[FakeEngine, Received], Awaitable[None]] | None = None, key: str = "one"
+) -> Answer:
     """Loads and unloads adapters for one key, when `before` is done; contents are the path's."""
 
     async def answer(engine: FakeEngine, request: Received, writer: asyncio.StreamWriter) -> None:
@@ -472,7 +494,7 @@ def keeping(before: Callable[[FakeEngine, Received], Awaitable[None]] | None = N
             return
         if before is not None:
             await before(engine, request)
-        if request.headers.get("authorization") != "Bearer one":
+        if request.headers.get("authorization") != f"Bearer {key}":
             reply(writer, 401, {"error": {}})
         elif request.target.endswith("unload_lora_adapter"):
             engine.adapters.pop(request.json["lora_name"], None)
@@ -622,6 +644,159 @@ async def test_what_is_loaded_while_an_engine_starts_is_loaded_there_too() -> No
         assert served.fleet.router.engines["later"].serves("letters")
 
 
+async def test_what_is_loaded_again_is_loaded_with_an_admin_key_that_is_valid_now(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The key that it was loaded with may be revoked by then."""
+    second = keeping(key="three")
+    later, last = FakeEngine("later", answer=second), FakeEngine("last", answer=second)
+    keys = {"api_key": ("a:none", "a:one:admin", "a:three:admin")}
+    async with serving(FakeEngine("a", answer=keeping()), **keys) as served, later, last:
+        await load(served, "letters", "22")
+        served.write_keys("a:none", "a:three:admin")
+        start(served, later)
+        await served.until(lambda: len(served.fleet.ready()) == 2)
+        assert later.adapters == {"letters": "22" * 32}
+        served.write_keys("a:none")
+        start(served, later, last)
+        await served.until(lambda: len(served.fleet.ready()) == 3)
+        assert not last.adapters
+        assert "no admin key" in caplog.text
+
+
+def test_engines_are_asked_with_the_first_key_that_is_valid_now(tmp_path: Path) -> None:
+    file, moment = tmp_path / "keys", 0.0
+    file.write_text("# ops\n\n  a:one:expires=1970-01-01T00:00:10Z\ntwo\na:three:admin\n")
+    keys = EngineKeys(str(file), lambda: moment)
+    assert (keys.first(), keys.first(admin=True)) == ("one", "three")
+    moment = 10.0
+    assert (keys.first(), keys.first(admin=True)) == ("two", "three")
+    file.write_text("four\n")
+    assert (keys.first(), keys.first(admin=True)) == ("four", None)
+    file.write_text("a:b:wizard\n")
+    assert keys.first() == "four"  # as it was
+    file.unlink()
+    assert keys.first() == "four"
+    with pytest.raises(ConfigError, match="cannot be read"):
+        EngineKeys(str(file))
+    assert EngineKeys(None).first() is None
+
+
+async def test_what_engines_do_is_shown_to_admins_and_metrics_to_all() -> None:
+    keys = {"api_key": ("a:one:admin", "b:two")}
+    async with serving(FakeEngine("a"), **keys) as served:
+        found = {}
+        for key in ("", "three", "two", "one"):
+            headers = {"authorization": f"Bearer {key}"} if key else {}
+            for path in ("/fleet", "/metrics", "/ready"):
+                answer = await served.client.get(path, headers=headers)
+                found[key, path] = answer.status_code
+        assert [found[key, "/fleet"] for key in ("", "three", "two", "one")] == [401, 401, 403, 200]
+        assert {found[each] for each in found if each[1] != "/fleet"} == {200}
+
+
+async def test_engines_are_asked_for_metrics_once_for_all_who_ask(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("lookonce.fleet.frontend.METRICS_SECONDS", 3600)
+    async with serving(FakeEngine("a"), FakeEngine("b")) as served:
+        asked = await asyncio.gather(*(served.client.get("/metrics") for _ in range(8)))
+        asked.append(await served.client.get("/metrics"))
+        for answer in asked:
+            assert 'lookonce_encoder_runs_total{engine="b"} 3' in answer.text
+        assert [engine.metrics_told for engine in served.engines] == [1, 1]
+
+
+async def test_a_front_end_without_descriptors_says_so_of_itself_and_closes_what_is_idle(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def refuse(*_: Any) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    release = asyncio.Event()
+
+    async def wait(engine: FakeEngine, request: Received, writer: asyncio.StreamWriter) -> None:
+        await release.wait()
+        reply(writer, 200, {"engine": engine.name})
+
+    monkeypatch.setattr("lookonce.fleet.frontend.PROBE_SECONDS", 0.01)
+    async with serving(FakeEngine("a", answer=wait), FakeEngine("b", answer=wait)) as served:
+        with monkeypatch.context() as full:
+            full.setattr("lookonce.fleet.engine_http.EngineClient._connect", refuse)
+            for member in served.fleet.members.values():
+                member.client.close()
+            refused = await served.ask()
+            assert refused.status_code == 503
+            assert refused.headers["retry-after"]
+            assert refused.json()["error"]["code"] == "no_descriptor"
+            for member in served.fleet.members.values():
+                member.look()
+        await served.until(lambda: len(served.fleet.ready()) == 2)
+        release.set()
+        assert (await served.ask()).status_code == 200
+
+
+async def test_connections_that_wait_are_few_over_all_engines_and_give_way() -> None:
+    idle = IdleConnections(3)
+    async with FakeEngine("a") as one, FakeEngine("b") as other:
+        clients = [EngineClient(engine.address, idle) for engine in (one, other)]
+        answers = [await client.request("GET", "/x") for client in clients for _ in range(3)]
+        for answer in answers:
+            await answer.body()
+            answer.close()
+        assert len(idle) == 3
+        assert [len(client.idle) for client in clients] == [0, 3]  # those used last
+        assert idle.close()
+        assert (len(idle), len(clients[1].idle)) == (0, 0)
+
+
+async def test_what_goes_on_with_another_models_conversation_is_told_both_models() -> None:
+    async def store(engine: FakeEngine, request: Received, writer: asyncio.StreamWriter) -> None:
+        kind = "conv" if request.target.endswith("conversations") else "resp"
+        reply(writer, 200, {"id": f"{kind}_{engine.name}"})
+
+    engines = FakeEngine("a", answer=store), FakeEngine("b", model="other", answer=store)
+    async with serving(*engines) as served:
+        made = await served.client.post("/v1/conversations", json={"model": "other"})
+        assert made.json() == {"id": "conv_b"}
+        body = {"model": "other", "input": "hello", "conversation": "conv_b"}
+        assert (await served.client.post("/v1/responses", json=body)).json() == {"id": "resp_b"}
+        refused = await served.client.post("/v1/responses", json=body | {"model": "nano"})
+        assert refused.status_code == 400
+        assert "'other'" in refused.text
+        assert "'nano'" in refused.text
+        assert not served.named("a").received
+
+
+async def test_a_refused_websocket_is_answered_as_any_other_request() -> None:
+    async def refuse(engine: FakeEngine, request: Received, writer: asyncio.StreamWriter) -> None:
+        reply(writer, 401, {"error": {"code": "invalid_api_key"}})
+
+    async with serving(FakeEngine("a", answer=refuse)) as served:
+
+        async def refused(origin: str = "") -> tuple[bytes, bytes]:
+            reader, writer = await asyncio.open_connection(*served.address)
+            writer.write(
+                b"GET /v1/realtime HTTP/1.1\r\nhost: localhost\r\nconnection: upgrade\r\n"
+                b"upgrade: websocket\r\nsec-websocket-version: 13\r\n"
+                b"sec-websocket-key: AAAAAAAAAAAAAAAAAAAAAA==\r\n"
+                + (f"origin: {origin}\r\n" if origin else "").encode()
+                + b"\r\n"
+            )
+            status = (await reader.readline()).split()[1]
+            told = await reader.readuntil(b"}}")
+            writer.close()
+            return status, told.partition(b"\r\n\r\n")[2]
+
+        status, told = await refused()
+        assert (status, json.loads(told)) == (b"401", {"error": {"code": "invalid_api_key"}})
+        status, told = await refused("https://evil.example")
+        assert (status, json.loads(told)["error"]["code"]) == (b"403", "origin_not_allowed")
+        served.fleet.update({})
+        status, told = await refused()
+        assert (status, json.loads(told)["error"]["code"]) == (b"503", "not_ready")
+
+
 async def test_tenants_are_apart() -> None:
     keys = {"api_key": ("a:one:admin", "b:two")}
     async with serving(FakeEngine("a"), FakeEngine("b"), **keys) as served:
@@ -722,14 +897,15 @@ async def test_a_websocket_that_cannot_be_opened_is_refused_and_not_logged(
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     monkeypatch.setenv("no_proxy", "")
     async with serving(FakeEngine("a")) as served:
-        for query in ("model=a#b", "model=a"):
+        for query, status in (("model=a#b", b"400"), ("model=a", b"503")):
             reader, writer = await asyncio.open_connection(*served.address)
             writer.write(
                 f"GET /v1/realtime?{query} HTTP/1.1\r\nhost: a\r\nconnection: upgrade\r\n"
                 "upgrade: websocket\r\nsec-websocket-version: 13\r\n"
                 "sec-websocket-key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n".encode()
             )
-            assert (await reader.readline()).split()[1] == b"403"
+            assert (await reader.readline()).split()[1] == status
+            assert b'"error"' in await reader.readuntil(b"}}")
             writer.close()
         assert not [record for record in caplog.records if record.exc_info]
         assert [each.target for each in served.engines[0].received] == ["/v1/realtime?model=a"]

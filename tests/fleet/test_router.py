@@ -399,7 +399,7 @@ def test_a_session_and_what_is_stored_stay_at_their_engine_as_long_as_it_takes_r
     first.engine.accepts = False
     assert fleet.send(identity(chat("x"), session="s"))[1].engine is not first.engine
     holder = next(e.name for e in fleet.router.engines.values() if e is not first.engine)
-    fleet.router.bind_stored("resp_1", holder)
+    fleet.router.bind_stored("", "resp_1", holder)
     stored = fleet.send(identity({"input": "and?", "previous_response_id": "resp_1"}))[1]
     assert (stored.engine.name, stored.reason) == (holder, "stored")
 

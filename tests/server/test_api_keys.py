@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from lookonce.config import ApiKey, Options, first_key, key_digest, reloaded_api_keys, resolve
+from lookonce.config import ApiKey, Options, key_digest, reloaded_api_keys, resolve
 from lookonce.errors import ConfigError, UnauthorizedError
 from lookonce.server.services import KeyRing, Principal
 
@@ -76,21 +76,6 @@ def test_a_file_has_a_key_a_line_and_comments(file):
         ApiKey(key_digest("one"), tenant="a", admin=True, from_file=True),
         ApiKey(key_digest("two"), from_file=True),
     )
-
-
-@pytest.mark.parametrize(
-    ("lines", "key"),
-    [
-        ("  # ops\n\n  a:one:admin  \ntwo\n", "one"),
-        ("one:expires=2027-01-01T00:00Z\n", "one"),
-        ("a:one:expires=2027-01-01\n", "one"),
-        ("# nothing\n", None),
-    ],
-)
-def test_a_front_end_asks_with_the_first_key_of_its_file(file, lines, key):
-    file.write_text(lines)
-    assert first_key(str(file)) == key
-    assert first_key(None) is None
 
 
 @pytest.mark.parametrize("text", ["", "# nobody\n", "one\none\n", "a:one\nb:one\n", "three\n"])

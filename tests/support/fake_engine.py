@@ -72,6 +72,7 @@ class FakeEngine:
     """Name → digest of its contents, in hex."""
     probes: dict[str, int] = field(default_factory=dict)
     """Routes of probes that are answered 500, and how often they were."""
+    metrics_told: int = 0
     received: list[Received] = field(default_factory=list)
     left: asyncio.Event = field(default_factory=asyncio.Event)
     """A client has closed its connection."""
@@ -129,6 +130,7 @@ class FakeEngine:
                 }
                 reply(writer, 200, {**told, "adapters": digests, "media_adapters": {}})
             case "/metrics":
+                self.metrics_told += 1
                 writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(METRICS))
                 writer.write(METRICS)
             case _:
