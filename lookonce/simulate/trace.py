@@ -18,6 +18,7 @@ import csv
 import heapq
 import itertools
 import json
+import logging
 from array import array
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -32,6 +33,8 @@ from numpy.typing import NDArray
 from lookonce.errors import ConfigError
 from lookonce.types.media import Modality
 from lookonce.types.request_trace import LOG_BLOCK_TOKENS, LoggedRequest, decode_blocks
+
+logger = logging.getLogger("lookonce.simulate")
 
 Blocks = NDArray[np.uint64]
 MOONCAKE_BLOCK_TOKENS = 512
@@ -144,34 +147,47 @@ def media_key(*parts: object) -> bytes:
 def read_trace(path: Path, *, max_requests: int | None = None) -> list[TraceRequest]:
     """The requests of a file, by arrival, whose form is seen from its first line.
 
-    Raises `ConfigError` naming the line at fault.
+    Lines of JSON that are torn, as a server leaves them which is killed or has no disk left, are
+    passed over with one warning. Raises `ConfigError` naming the line at fault.
     """
-    try:
-        with path.open(encoding="utf-8", newline="") as file:
-            found = list(itertools.islice(_read(path, file), max_requests))
+    torn: list[int] = []
+    try:  # what is not UTF-8 may be one line that ends within a letter
+        with path.open(encoding="utf-8", errors="surrogateescape", newline="") as file:
+            found = list(itertools.islice(_read(path, file, torn), max_requests))
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError:
+    except UnicodeError:
         raise ConfigError(f"{path} is not UTF-8") from None
     if not found:
-        raise ConfigError(f"{path} has no requests")
+        told = f"; line {torn[0]} is no whole JSON" if torn else ""
+        raise ConfigError(f"{path} has no requests{told}")
+    if torn:
+        told = "line %d of %s is torn and is passed over"
+        if len(torn) > 1:
+            told = f"{len(torn)} lines are torn and are passed over, the first is line %d of %s"
+        logger.warning(told, torn[0], path)
     found.sort(key=lambda request: request.arrival)
     first = found[0].arrival
     return [msgspec.structs.replace(each, arrival=each.arrival - first) for each in found]
 
 
-def _read(path: Path, file: Iterable[str]) -> Iterator[TraceRequest]:
+def _read(path: Path, file: Iterable[str], torn: list[int]) -> Iterator[TraceRequest]:
+    """`torn` gets the numbers of lines that are no whole JSON."""
     lines = iter(file)
     first = next(lines, "")
     rest = itertools.chain([first], lines)
     if not first.lstrip().startswith("{"):
-        yield from _read_csv(path, rest)
+        yield from _read_csv(path, map(_whole, rest))
         return
     for number, line in enumerate(rest, 1):
         if not line.strip():
             continue
         try:
-            fields = json.loads(line)
+            fields = json.loads(_whole(line))
+        except ValueError:
+            torn.append(number)
+            continue
+        try:
             if "arrival" in fields:
                 yield _logged(msgspec.convert(fields, LoggedRequest))
             else:
@@ -179,6 +195,13 @@ def _read(path: Path, file: Iterable[str]) -> Iterator[TraceRequest]:
         except (ValueError, KeyError, TypeError, msgspec.MsgspecError) as error:
             told = f"no field {error}" if isinstance(error, KeyError) else error
             raise ConfigError(f"{path}, line {number}: {told}") from None
+
+
+def _whole(line: str) -> str:
+    """Raises `UnicodeError` for a line that is not UTF-8."""
+    if not line.isascii():
+        line.encode()
+    return line
 
 
 def _logged(logged: LoggedRequest) -> TraceRequest:

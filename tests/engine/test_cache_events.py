@@ -502,6 +502,50 @@ def test_a_subscriber_over_zmq(folder: Path) -> None:
     publisher.close()
 
 
+def test_for_a_client_that_does_not_read_little_is_queued_and_others_are_answered(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = 0
+    answer = TopicLog.answer
+
+    def counted(log: TopicLog, request: bytes) -> Iterator[tuple[bytes, bytes]]:
+        nonlocal made
+        for each in answer(log, request):
+            made += len(each[1])
+            yield each
+
+    monkeypatch.setattr(TopicLog, "answer", counted)
+    config = EventsConfig(f"ipc://{folder}/pub", f"ipc://{folder}/replay")
+    publisher = EventPublisher(config)
+    log = publisher._logs[ITEM_TOPIC]
+    keys = [Held(number.to_bytes(32, "big")) for number in range(1000)]
+    total, last = 0, 0
+    while total < 30 << 20:  # far more than sockets hold
+        _, number, payload = log.append(keys)
+        total, last = total + len(payload), int.from_bytes(number, "big")
+    with zmq.Context() as context:
+        slow, quick = context.socket(zmq.DEALER), context.socket(zmq.DEALER)
+        with slow, quick:
+
+            def read(asks: zmq.Socket[bytes]) -> list[int]:
+                numbers = []
+                while not numbers or numbers[-1] != -1:
+                    assert asks.poll(60_000)
+                    _, number, _ = asks.recv_multipart()
+                    numbers.append(int.from_bytes(number, "big", signed=True))
+                return numbers[:-1]
+
+            for asks in (slow, quick):
+                asks.setsockopt(zmq.RCVHWM, 1)
+                asks.connect(config.replay_address)
+            slow.send_multipart([b"", bytes(8), ITEM_TOPIC.encode()])
+            eventually(lambda: made > 0, 20.0)
+            quick.send_multipart([b"", bytes(8), ITEM_TOPIC.encode()])
+            assert read(quick) == list(range(last + 1))
+            assert made < 1.8 * total
+    publisher.close()
+
+
 def test_an_address_that_cannot_be_bound_is_an_error_of_one_line(folder: Path) -> None:
     config = EventsConfig(f"ipc://{folder}/pub", f"ipc://{folder}/none/replay")
     with pytest.raises(ConfigError, match="--events: "):

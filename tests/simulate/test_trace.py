@@ -92,6 +92,23 @@ def test_a_request_log_has_digests_of_prompt_and_answer(tmp_path: Path) -> None:
     assert only.media[0].pixels == 99
 
 
+@pytest.mark.parametrize("cut", [1, 13, 40, -1])
+def test_a_torn_line_is_passed_over_and_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, cut: int
+) -> None:
+    """As a server leaves it that was killed, or had no disk left, even within a letter."""
+    line = json.dumps(
+        {"tenant": "ü" * 9, "timestamp": 3000, "input_length": 1100, "hash_ids": [1, 2, 3]},
+        ensure_ascii=False,
+    ).encode()
+    path = tmp_path / "trace"
+    path.write_bytes(b"\n".join([line, line[:cut], line, b"", line[:cut]]))
+    assert len(read_trace(path)) == 2
+    (told,) = caplog.messages
+    assert told.startswith("2 lines are torn")
+    assert "line 2" in told
+
+
 @pytest.mark.parametrize(
     ("line", "named"),
     [

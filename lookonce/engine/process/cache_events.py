@@ -22,7 +22,7 @@ import logging
 import queue
 import threading
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -51,6 +51,15 @@ PRIVATE_TIER = "host"
 """The tier that no other engine can read."""
 HIGH_WATER_MARK = 100_000
 """Messages queued for one subscriber; one that is slower loses the next ones, and finds out."""
+REPLAY_HIGH_WATER_MARK = 64
+"""Answers queued for one client that asks; the next ones are made once it has read some."""
+MAX_REPLAYS = 64
+"""Clients that are answered at a time, of more the one that asked first loses the rest; and
+requests that one client may have sent before the first of them is answered."""
+REPLAY_SECONDS = 10.0
+"""How long a client that is answered may read nothing; then it loses the rest, and asks again."""
+BLOCKED_MILLISECONDS = 1
+"""Between two tries to send, while all clients that are answered are slow."""
 
 
 # --- what happened -------------------------------------------------------------------------------
@@ -416,7 +425,8 @@ class EventPublisher:
         self._context = zmq.Context()
         try:
             self._pub = self._bind(zmq.PUB, config.address)
-            self._router = self._bind(zmq.ROUTER, config.replay_address)
+            self._router = self._bind(zmq.ROUTER, config.replay_address, REPLAY_HIGH_WATER_MARK)
+            self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a full queue is told, not dropped
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
             raise ConfigError(f"--events: {error}") from error
@@ -460,10 +470,10 @@ class EventPublisher:
         self._context.term()  # ends the replay thread's wait; returns when it has closed its socket
         self._threads[1].join(timeout=2.0)
 
-    def _bind(self, kind: int, address: str) -> Any:
+    def _bind(self, kind: int, address: str, most_queued: int = HIGH_WATER_MARK) -> Any:
         bound = self._context.socket(kind)
         bound.setsockopt(self._zmq.LINGER, 0)
-        bound.setsockopt(self._zmq.SNDHWM, HIGH_WATER_MARK)
+        bound.setsockopt(self._zmq.SNDHWM, most_queued)
         bound.bind(address)
         return bound
 
@@ -489,25 +499,77 @@ class EventPublisher:
         self._pub.close()
 
     def _answer_all(self) -> None:
-        """Until the context ends. A request that is wrong is answered with the end alone."""
+        """Until the context ends. A client that does not read keeps nobody from an answer, and no
+        more than `REPLAY_HIGH_WATER_MARK` messages are queued for it."""
+        replays: OrderedDict[bytes, _Replay] = OrderedDict()
+        blocked = False
         while True:
             try:
-                self._answer(self._router.recv_multipart())
+                wait = None if not replays else BLOCKED_MILLISECONDS if blocked else 0
+                if self._router.poll(wait):
+                    client, *rest = self._router.recv_multipart()
+                    replays.setdefault(client, _Replay()).add(self._answers(rest))
+                    if len(replays) > MAX_REPLAYS:
+                        replays.popitem(last=False)
+                blocked = True
+                for client in list(replays):
+                    sent = self._send_next(client, replays[client])
+                    if sent is None:
+                        del replays[client]
+                    blocked = blocked and not sent
             except self._zmq.ContextTerminated:
                 self._router.close()
                 return
             except self._zmq.ZMQError:
                 logger.exception("a replay was not sent")
 
-    def _answer(self, frames: list[bytes]) -> None:
-        """`frames`: the client, an empty one, the request, and perhaps a topic."""
-        client, *rest = frames
-        request = rest[1] if len(rest) > 1 else b""
-        topic = rest[2].decode(errors="replace") if len(rest) > 2 else self._config.topic
+    def _answers(self, frames: list[bytes]) -> Iterator[tuple[bytes, bytes]]:
+        """`frames`: an empty one, the request, and perhaps a topic. A request that is wrong is
+        answered with the end alone."""
+        request = frames[1] if len(frames) > 1 else b""
+        topic = frames[2].decode(errors="replace") if len(frames) > 2 else self._config.topic
         log = self._logs.get(topic)
         try:
-            answers = [(END_OF_REPLAY, b"")] if log is None else log.answer(request)
-            for number, payload in answers:
-                self._router.send_multipart((client, b"", number, payload))
+            yield from () if log is None else log.answer(request)
         except ValueError:
-            self._router.send_multipart((client, b"", END_OF_REPLAY, b""))
+            log = None
+        if log is None:
+            yield END_OF_REPLAY, b""
+
+    def _send_next(self, client: bytes, replay: _Replay) -> bool | None:
+        """Whether the next answer was sent; None: there is none, or the client lost the rest."""
+        if replay.next is None:
+            return None
+        try:
+            self._router.send_multipart((client, b"", *replay.next), self._zmq.DONTWAIT)
+        except self._zmq.Again:
+            return False if time.monotonic() - replay.moment < REPLAY_SECONDS else None
+        except self._zmq.ZMQError as error:
+            if error.errno == self._zmq.EHOSTUNREACH:
+                return None  # it is gone
+            raise
+        replay.go_on()
+        return True
+
+
+class _Replay:
+    """Answers to one client, made one at a time."""
+
+    def __init__(self) -> None:
+        self._answers: deque[Iterator[tuple[bytes, bytes]]] = deque(maxlen=MAX_REPLAYS)
+        """To each of its requests."""
+        self.next: tuple[bytes, bytes] | None = None
+        self.moment = 0.0
+        """Since when `next` waits."""
+
+    def add(self, answers: Iterator[tuple[bytes, bytes]]) -> None:
+        self._answers.append(answers)
+        if self.next is None:
+            self.go_on()
+
+    def go_on(self) -> None:
+        self.next, self.moment = None, time.monotonic()
+        while self._answers and self.next is None:
+            self.next = next(self._answers[0], None)
+            if self.next is None:
+                self._answers.popleft()
