@@ -497,6 +497,42 @@ def test_a_queue_costs_what_its_requests_usually_take() -> None:
     assert price.seconds == pytest.approx(4.0)  # the engine began anew, requests are the same
 
 
+def test_two_requests_of_one_id_do_not_teach_of_each_other() -> None:
+    """Clients choose ids: what was computed may be of either."""
+    router = Router()
+    engine = router.add_engine("a", "nano", follows=True)
+    cat = {"type": "image_url", "image_url": {"url": "https://a.example/cat"}}
+    routes = [router.route("same", identity(chat([cat]), tenant)) for tenant in ("a", "b")]
+    key = b"k" * 32
+    told = PromptComputed("same", 300, [(key, 50)], None)
+    router.apply(engine, [Added(ENCODER_TOPIC, [short(key)]), told])
+    for route in routes:
+        router.ended("same", route)
+    router.check_integrity()
+    later = [identity(chat("another prompt", [cat]), tenant) for tenant in ("a", "b")]
+    assert [router.route("other", each).work.num_known for each in later] == [0, 0]
+
+
+def test_a_tenant_takes_no_bindings_of_others_before_it_has_used_its_share(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("MAX_SESSIONS", "MAX_STORED"):
+        monkeypatch.setattr(f"lookonce.fleet.router.{name}", 8)
+    fleet = Fleet("a", "b", "c")
+    router = fleet.router
+    _, first = fleet.send(identity(chat("one"), "quiet", "s"))
+    router.bind_stored("quiet", "resp_1", "c")
+    for number in range(50):
+        fleet.send(identity(chat(f"{number}"), "loud", f"s{number}"))
+        router.bind_stored("loud", f"resp_{number}", "a")
+    route = fleet.send(identity(chat("x"), "quiet", "s"))[1]
+    assert (route.engine, route.reason) == (first.engine, "session")
+    found = router.engine_of_stored("quiet", "resp_1")
+    assert found is not None
+    assert found.name == "c"
+    assert router.engine_of_stored("other", "resp_1") is None
+
+
 @pytest.mark.parametrize(
     ("prices", "wanted"), [([0.0, 0.0], 1), ([0.5], 1), ([0.6], 2), ([1.0, 1.0, 0.1], 5)]
 )
