@@ -22,6 +22,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qs
 
 import msgspec
 from starlette.responses import Response
@@ -566,8 +567,9 @@ class Frontend:
                     await exchange.refuse(503, "engine_dead", ENGINE_LOST)
                     return
                 done = False
-            except BaseException:
-                router.ended(request_id, route)
+            except BaseException as error:
+                failed_here = isinstance(error, NoDescriptorError)
+                router.ended(request_id, route, failed=failed_here)
                 raise
             router.ended(request_id, route, failed=not done)
             if done:
@@ -855,8 +857,8 @@ class Frontend:
     # --- WebSockets ------------------------------------------------------------------------------
 
     async def _websocket(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """To the engine where the least waits, message by message. What is refused is answered as
-        any other request."""
+        """To an engine of the model that the query names, or of any, where the least waits; message
+        by message. What is refused is answered as any other request."""
         from websockets.asyncio.client import connect
         from websockets.exceptions import (
             ConnectionClosed,
@@ -870,7 +872,10 @@ class Frontend:
         self.active += 1
         try:
             self._guard.admit(scope)
-            route = self._fleet.router.route(exchange.request_id, Identity())
+            named = parse_qs(scope["query_string"].decode("latin-1")).get("model", [""])[0]
+            known = named in self._fleet.router.models()  # of others engines say what is wrong
+            identity = Identity(named if known else None)
+            route = self._fleet.router.route(exchange.request_id, identity)
         except (LookOnceError, NoEngineError) as error:
             self.active -= 1
             if isinstance(error, NoEngineError):

@@ -772,13 +772,14 @@ async def test_a_refused_websocket_is_answered_as_any_other_request() -> None:
     async def refuse(engine: FakeEngine, request: Received, writer: asyncio.StreamWriter) -> None:
         reply(writer, 401, {"error": {"code": "invalid_api_key"}})
 
-    async with serving(FakeEngine("a", answer=refuse)) as served:
+    engines = FakeEngine("a", answer=refuse), FakeEngine("b", model="other", answer=refuse)
+    async with serving(*engines) as served:
 
         async def refused(origin: str = "") -> tuple[bytes, bytes]:
             reader, writer = await asyncio.open_connection(*served.address)
             writer.write(
-                b"GET /v1/realtime HTTP/1.1\r\nhost: localhost\r\nconnection: upgrade\r\n"
-                b"upgrade: websocket\r\nsec-websocket-version: 13\r\n"
+                b"GET /v1/realtime?model=other HTTP/1.1\r\nhost: localhost\r\n"
+                b"connection: upgrade\r\nupgrade: websocket\r\nsec-websocket-version: 13\r\n"
                 b"sec-websocket-key: AAAAAAAAAAAAAAAAAAAAAA==\r\n"
                 + (f"origin: {origin}\r\n" if origin else "").encode()
                 + b"\r\n"
@@ -790,6 +791,7 @@ async def test_a_refused_websocket_is_answered_as_any_other_request() -> None:
 
         status, told = await refused()
         assert (status, json.loads(told)) == (b"401", {"error": {"code": "invalid_api_key"}})
+        assert [len(engine.received) for engine in engines] == [0, 1]
         status, told = await refused("https://evil.example")
         assert (status, json.loads(told)["error"]["code"]) == (b"403", "origin_not_allowed")
         served.fleet.update({})

@@ -65,7 +65,9 @@ class RunningFleet:
     def engines(self) -> list[dict[str, Any]]:
         """As one of the front-ends sees them; none while that one is away."""
         with contextlib.suppress(httpx.HTTPError):
-            found: list[dict[str, Any]] = httpx.get(f"{self.url}/fleet").json()["engines"]
+            headers = {"authorization": "Bearer key-one"}
+            answer = httpx.get(f"{self.url}/fleet", headers=headers)
+            found: list[dict[str, Any]] = answer.json()["engines"]
             return found
         return []
 
