@@ -153,24 +153,29 @@ class EngineKeys:
         self._path, self._now = path, now
         self._keys: list[tuple[str, ApiKey]] = []
         self._version: tuple[int, ...] | None = ()
+        self._used: dict[bool, str] = {}
+        """By whether an admin's was asked for."""
         self._read()
 
     def first(self, *, admin: bool = False) -> str | None:
         """The first key that is valid now, of an admin if that is needed, as clients send it; None
-        without a file or such a key."""
+        without a file or such a key. It stays as long as it is valid: engines that have not read a
+        changed file know it, too."""
         try:
             self._read()
         except ConfigError as error:
             logger.error("the keys stay what they were: %s", error)
         moment = self._now()
-        return next(
-            (
-                text
-                for text, key in self._keys
-                if (key.expires is None or moment < key.expires) and (key.admin or not admin)
-            ),
-            None,
-        )
+        valid = [
+            text
+            for text, key in self._keys
+            if (key.expires is None or moment < key.expires) and (key.admin or not admin)
+        ]
+        if self._used.get(admin) not in valid:
+            if not valid:
+                return None
+            self._used[admin] = valid[0]
+        return self._used[admin]
 
     def headers(self, *, admin: bool = False) -> Headers:
         key = self.first(admin=admin)
