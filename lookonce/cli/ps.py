@@ -23,6 +23,8 @@ ACCEPTS = 0x10000
 SECONDS = 2.0
 COMMANDS = ("serve", "render")
 MODULE = "lookonce.cli.main"
+ENGINE_SOCKET = "/http"
+"""What a fleet's engine listens on, in the folder of `fleet.deploy.Engine`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,12 +152,13 @@ def _tcp_urls(pid: int, sockets: set[str]) -> Iterator[str]:
 
 
 def _unix_urls(pid: int, sockets: set[str]) -> Iterator[str]:
-    """Sockets of `--uds`; those in the server's own folder are for its processes."""
+    """Sockets of `--uds`, engines of a local fleet too; others in the server's own folder are for
+    its processes."""
     for line in (PROC / str(pid) / "net" / "unix").read_text().splitlines()[1:]:
         fields = line.split(maxsplit=7)
         if len(fields) < 8 or fields[6] not in sockets or not int(fields[3], 16) & ACCEPTS:
             continue
-        if not Path(fields[7]).parent.name.startswith(PREFIX):
+        if not Path(fields[7]).parent.name.startswith(PREFIX) or fields[7].endswith(ENGINE_SOCKET):
             yield f"unix:{fields[7]}"
 
 
