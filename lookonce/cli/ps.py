@@ -53,12 +53,13 @@ def print_servers(api_key: str | None, *, as_json: bool) -> None:
     if not servers:
         print("no server of this user runs here", file=sys.stderr)
         return
-    print(f"{'PID':>7}  {'URL':28}  {'MODEL':24}  {'STATUS':12}  {'UP':>7}  MEMORY")
+    width = max(28, *(len(each.url) for each in servers))
+    print(f"{'PID':>7}  {'URL':{width}}  {'MODEL':24}  {'STATUS':12}  {'UP':>7}  MEMORY")
     for each in servers:
         untold = "? (needs --api-key)" if each.status == "ready" else "?"
         model = untold if each.model == "?" else each.model
         print(
-            f"{each.pid:7}  {each.url:28}  {model:24}  {each.status:12}  "
+            f"{each.pid:7}  {each.url:{width}}  {model:24}  {each.status:12}  "
             f"{_age(each.seconds):>7}  {each.memory_bytes / 1e9:.2f} GB"
         )
 
