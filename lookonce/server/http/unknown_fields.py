@@ -180,7 +180,7 @@ def _known_fields(part: object) -> frozenset[str] | None:
 
 
 @cache
-def noting_kind(kind: type[msgspec.Struct]) -> type[msgspec.Struct]:
+def noting_kind(kind: type[msgspec.Struct]) -> Any:
     """`kind` as a struct that has the accepted fields, too, and passes over unknown ones."""
     known = {field.encode_name for field in msgspec.structs.fields(kind)}
     added: list[tuple[str, Any, Any]] = [
