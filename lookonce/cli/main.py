@@ -275,7 +275,9 @@ def models(
 
 @app.command(cls=GroupedCommand)
 def top(
-    url: Annotated[str, typer.Option(help="Of the server.")] = "http://127.0.0.1:8000",
+    url: Annotated[
+        str, typer.Option(help="Of the server: http://HOST:PORT or unix:PATH.")
+    ] = "http://127.0.0.1:8000",
     api_key: Annotated[
         str | None,
         typer.Option(envvar=variable_of(SECRET), help="An admin key, to see tenants."),

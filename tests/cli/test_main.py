@@ -115,6 +115,7 @@ MISTAKES = [
     (["serve", "--config", "/nowhere.yaml"], "/nowhere.yaml"),
     (["serve", "--kv-cache-gb", "1000000"], "--kv-cache-gb"),
     (["serve", "--max-model-len", "1000000"], "--max-model-len is at most 4096"),
+    (["serve", "--tensor-parallel", "3"], "--tensor-parallel 3: the model has 4 attention heads"),
     *(
         (["serve", "--kv-tier", spec], "--kv-tier")
         for spec in ("host", "host:4", "disk:relative:1GB", "lmcache://", "valkey://")
