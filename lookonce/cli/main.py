@@ -24,7 +24,7 @@ from lookonce.cli.options import (
     takes_options,
 )
 from lookonce.config import NANO, Options
-from lookonce.errors import ConfigError, LookOnceError
+from lookonce.errors import ConfigError, LookOnceError, ModelLoadError
 
 app = typer.Typer(
     help="LookOnce serves multimodal language models and never does the same work twice.",
@@ -422,7 +422,8 @@ UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 
 
 def main() -> None:
-    """The entry point: a mistake is one line on stderr; status 2 where it is in an option."""
+    """The entry point: a mistake, in an option or in the model's folder, is one line on stderr and
+    status 2."""
     drop_service_links(os.environ)
     sys.exit(_run(sys.argv[1:] or ["--help"]))
 
@@ -433,7 +434,7 @@ def _run(arguments: list[str]) -> int:
         return int(app(arguments, standalone_mode=False) or 0)
     except UsageError as error:
         return _complain(_usage_message(error), 2)
-    except ConfigError as error:
+    except (ConfigError, ModelLoadError) as error:  # a restart would end the same way
         return _complain(error.message, 2)
     except LookOnceError as error:
         return _complain(error.message, 1)
