@@ -66,8 +66,6 @@ if TYPE_CHECKING:
 
 VOCABULARY = 1 << 31
 PLACEHOLDER = 0
-LEAST_RUN = 2
-"""Steps that are worth a run."""
 MAX_SHARE = 0.9
 """Of the API process's time that streaming takes, as far as it delays requests."""
 SCOPE = bytes(32)
@@ -273,6 +271,8 @@ class SimulatedEngine:
         self._making: dict[bytes, list[tuple[Served, list[bytes]]]] = {}
         """Key of an item that is being processed → the requests that wait for it, with the keys
         that each has pinned."""
+        self._plans_all = spec.every_step or bool(spec.encoder_tiers)
+        """Also the plans that only tell the runner what has ended."""
         self._busy = False
         self._run: _Run | None = None
         self._version = 0
@@ -431,10 +431,12 @@ class SimulatedEngine:
         """Begin the next step, or the next steps; idle where there is none."""
         if not self.spec.every_step:
             num_steps = self.scheduler.decode_runs.longest()
-            if num_steps >= LEAST_RUN:
+            if num_steps:
                 self._begin_run(num_steps)
                 return
-        plan = self.scheduler.plan()
+        plan = None
+        if self._plans_all or not self.scheduler.decode_runs.forget_finished():
+            plan = self.scheduler.plan()
         while plan is not None and not (plan.scheduled or plan.encode):
             # It only tells the runner what has ended, which takes no time.
             self._take(self.scheduler.update_from_output(plan, StepResult()))
@@ -534,6 +536,9 @@ class SimulatedEngine:
         self.totals.busy += seconds
         self.load.decoded_tokens += run.num_steps * run.num_rows
         self.load.decode_seconds += seconds
+        output = self.scheduler.take_output()
+        if output:
+            self._take(output)
 
     def _next_tokens(self, sequence: SchedulerSequence, count: int) -> NDArray[np.int32]:
         if not self.spec.with_tokens:
