@@ -177,6 +177,9 @@ class _Process(Protocol):
     def work(self, seconds: float) -> None:
         """As `run`, where nobody waits for it."""
 
+    @property
+    def is_idle(self) -> bool: ...
+
 
 class _FreeProcess:
     """Its threads have cores of their own, so that it is known at once when each is free."""
@@ -197,12 +200,16 @@ class _FreeProcess:
     def work(self, seconds: float) -> None:
         self._end(seconds)
 
+    @property
+    def is_idle(self) -> bool:
+        return max(self._free) <= self._clock.now
+
 
 class _SharingProcess:
     """Its threads share cores with others."""
 
     def __init__(self, cores: Cores, threads: int) -> None:
-        self._cores, self._free = cores, threads
+        self._cores, self._threads, self._free = cores, threads, threads
         self._waiting: deque[tuple[float, Callable[..., None], tuple[Any, ...]]] = deque()
 
     def run(self, seconds: float, call: Callable[..., None], *arguments: Any) -> None:
@@ -214,6 +221,10 @@ class _SharingProcess:
 
     def work(self, seconds: float) -> None:
         self.run(seconds, _nothing)
+
+    @property
+    def is_idle(self) -> bool:
+        return self._free == self._threads
 
     def _ended(self, call: Callable[..., None], arguments: tuple[Any, ...]) -> None:
         if self._waiting:
@@ -369,6 +380,7 @@ class SimulatedEngine:
         seconds = prices.of_request(request.prompt_tokens, len(request.media), sent)
         seconds /= 1.0 - self._streaming_share()
         self._api.run(seconds, self._resolve, served)
+        self._note_streaming()
 
     def _open_process(self, threads: int) -> _Process:
         if self._cores is None:
@@ -389,6 +401,7 @@ class SimulatedEngine:
 
     def _resolve(self, served: Served) -> None:
         """Find its media, or have them processed."""
+        self._note_streaming()
         pinned: list[bytes] = []
         for medium in served.request.media:
             key = medium.key
@@ -505,8 +518,11 @@ class SimulatedEngine:
             self._cores.run(seconds, self._end_step, self._version, threads=threads)
 
     def _note_streaming(self) -> None:
+        """What streaming takes of the cores; while the API process has other work, which takes so
+        much longer, that is part of this work's time."""
         if self._cores is not None:
-            self._cores.set_background(self._streaming_share())
+            share = self._streaming_share() if self._api.is_idle else 0.0
+            self._cores.set_background(share)
 
     def _begin_run(self, num_steps: int) -> None:
         decoding = self._state.queues.decoding

@@ -107,6 +107,18 @@ def test_one_core_is_shared_by_all_that_a_server_does() -> None:
     assert [each.ended for each in stepped] == pytest.approx([first.ended, second.ended])
 
 
+def test_streaming_slows_the_api_process_and_no_core_beside_it() -> None:
+    """With a core for the engine and one for the API process all is as with cores of their own."""
+    prices = msgspec.structs.replace(PRICES, stream_token=0.4)
+    requests = [asked(0.0, 100, 20), asked(3.0, 50, 2, name=2)]
+    alone = run(requests, prices=prices)
+    shared = run(requests, prices=msgspec.structs.replace(prices, cores=2.0))
+    assert [each.first_token for each in shared] == pytest.approx([e.first_token for e in alone])
+    assert [each.ended for each in shared] == pytest.approx([each.ended for each in alone])
+    unslowed = run(requests)
+    assert alone[1].first_token > unslowed[1].first_token + 0.1
+
+
 @given(
     sizes=st.lists(st.floats(0.01, 10.0), min_size=1, max_size=8),
     count=st.sampled_from([1.0, 1.5, 2.0, 4.0]),
