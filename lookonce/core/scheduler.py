@@ -592,9 +592,7 @@ class UpdateFromOutput:
         keys = [features[index].key for index in passed]
         self._state.encoder_cache.release_many(sequence.seq_id, keys)
 
-    def append_token(
-        self, sequence: Sequence, token_id: int, logprob: TokenLogprob | None
-    ) -> None:
+    def append_token(self, sequence: Sequence, token_id: int, logprob: TokenLogprob | None) -> None:
         """Append the sampled token, report it, and end the sequence if it was the last."""
         state, request = self._state, sequence.request
         sequence.tokens.append(token_id)
