@@ -50,7 +50,7 @@ MODEL = "simulated"
 CHARS_PER_TOKEN = 4
 RING_POINTS = 64
 """Of each engine, for consistent hashing."""
-FRONT_END_SHARE = 0.2
+FRONT_END_SHARE = 0.3
 """Of a simulation's work: traces and routing, which the first process does."""
 MOST_COMPARED = 64
 """Engines of which the router compares all."""
