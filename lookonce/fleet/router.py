@@ -226,16 +226,16 @@ def engines_wanted(prices: Collection[float], target_wait: float) -> int:
 
 
 def _rates_of(engines: Sequence[EngineState]) -> dict[int, Rates]:
-    """Engine → its rates; those of the fastest for one that has measured little, or not much
-    worse. What equal engines measure differs, at the warm-up and while they share cores, and one
-    that gets no requests would keep it."""
+    """Engine → its rates; those of the fastest, and the mean of what processing takes, for one
+    that has measured little, or not much worse. What equal engines measure differs, at the warm-up
+    and while they share cores, and one that gets no requests would keep it."""
     measured = [engine.rates for engine in engines if engine.num_loads >= MIN_LOADS]
     listed = measured or [engine.rates for engine in engines]
     usual = Rates(
         min([rates.prompt_token for rates in listed]),
         min([rates.encoder_run for rates in listed]),
         min([rates.decoded_token for rates in listed]),
-        min([rates.processing for rates in listed]),
+        sum([rates.processing for rates in listed]) / len(listed),
     )
     found = {
         e.number: e.rates if e.num_loads >= MIN_LOADS and e.rates.is_slower(usual) else usual

@@ -449,8 +449,8 @@ def test_a_picture_that_took_long_does_not_make_an_engine_slow() -> None:
     assert a.rates.processing > 5 * b.rates.processing
     used = [fleet.send(identity(chat(f"{n}" * 4000)))[1].engine for n in range(6)]
     assert used.count(a) == used.count(b) == 3
-    for name in ("c", "d", "e", "f"):
-        used.append(fleet.send(identity(chat([picture(name.encode())])))[1].engine)
+    pictures = [identity(chat([picture(name)])) for name in (b"c", b"d", b"e", b"f")]
+    used += [fleet.send(each)[1].engine for each in pictures]
     assert used.count(a) == used.count(b) == 5
 
 
