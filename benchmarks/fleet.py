@@ -5,7 +5,8 @@ routers     the rules of `benchmarks.fleet_routers` in turn on the same engines,
             zipf    conversations about pictures that are drawn by Zipf's law
             agents  one long prompt for all, and a new screenshot in each turn
             new     nothing is ever repeated; no pause between requests
-            encoder runs are those of engines' receipts, by picture that was asked about
+            encoder runs are those of engines' receipts, by picture that was asked about; CPU is
+            of engines and front-ends; where others use cores meanwhile, delays say little
 decision    CPU of one choice, for a request with four 720p pictures, beyond reading it
 path        what the way through a front-end adds to one server: first token, a 10 MB picture, and
             the front-end's CPU by streamed token
@@ -25,7 +26,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -39,7 +40,14 @@ from benchmarks.fleet_routers import ROUTERS
 from benchmarks.load_generator import RequestOutcome, Target
 from benchmarks.pictures import data_url, encoded_picture, variant
 from benchmarks.report import Report, median, percentile, publish
-from benchmarks.running_server import RunningServer, cpu_seconds, running_server, set_environment
+from benchmarks.running_server import (
+    RunningServer,
+    cpu_seconds,
+    descendants,
+    machine_cpu_seconds,
+    running_server,
+    set_environment,
+)
 from benchmarks.workloads import QUESTION
 from lookonce.errors import UnavailableError
 from lookonce.fleet.frontend import EngineAddress
@@ -74,6 +82,8 @@ Script = list[tuple[float, bytes]]
 @dataclass(frozen=True, slots=True)
 class Engines:
     addresses: list[EngineAddress]
+    pids: list[int]
+    """Of their supervisors."""
 
     def empty_caches(self) -> None:
         for address in self.addresses:
@@ -88,7 +98,7 @@ def running_engines(model: str, count: int) -> Iterator[Engines]:
     """Engines on unix sockets, as `lookonce fleet` starts them on one machine."""
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="lookonce-bench-"))
-        addresses = []
+        addresses, pids = [], []
         for number in range(count):
             events = f"ipc://{folder}/events{number}"
             replay = f"ipc://{folder}/replay{number}"
@@ -96,7 +106,8 @@ def running_engines(model: str, count: int) -> Iterator[Engines]:
             server = stack.enter_context(running_server([model, *ENGINE_OPTIONS, *line]))
             name = f"engine{number}"
             addresses.append(EngineAddress(name, "bench", server.url, events, replay))
-        yield Engines(addresses)
+            pids.append(server.pid)
+        yield Engines(addresses, pids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,6 +250,28 @@ async def run_scripts(url: str, scripts: Scripts) -> tuple[list[RequestOutcome],
 # --- routers -------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True)
+class CpuUse:
+    """CPU seconds until now: of engines and front-ends with all their processes, and of everything
+    else on the machine but this process."""
+
+    fleet: float
+    others: float
+
+    @classmethod
+    def now(cls, engines: Engines, frontends: Frontends) -> CpuUse:
+        pids = [*engines.pids, frontends.pid]
+        pids += [pid for each in engines.pids for pid in descendants(each, "")]
+        fleet = 0.0
+        for pid in pids:
+            with suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+                fleet += cpu_seconds(pid)
+        return cls(fleet, machine_cpu_seconds() - fleet - time.process_time())
+
+    def since(self, before: CpuUse) -> CpuUse:
+        return CpuUse(self.fleet - before.fleet, max(0.0, self.others - before.others))
+
+
 @dataclass(slots=True)
 class Runs:
     """All runs of one workload with one rule."""
@@ -249,8 +282,13 @@ class Runs:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     rates: list[float] = field(default_factory=list)
+    cpu: float = 0.0
+    others_cpu: float = 0.0
+    seconds: float = 0.0
 
-    def add(self, outcomes: Sequence[RequestOutcome], seconds: float, pictures: int) -> None:
+    def add(
+        self, outcomes: Sequence[RequestOutcome], seconds: float, pictures: int, cpu: CpuUse
+    ) -> None:
         self.first_tokens += [1e3 * outcome.first_text for outcome in outcomes]
         items = [item for outcome in outcomes for item in outcome.items]
         self.encoder_runs += sum(item.encoder == "miss" for item in items)
@@ -258,10 +296,14 @@ class Runs:
         self.prompt_tokens += sum(outcome.prompt_tokens for outcome in outcomes)
         self.cached_tokens += sum(outcome.cached_tokens for outcome in outcomes)
         self.rates.append(len(outcomes) / seconds)
+        self.cpu += cpu.fleet
+        self.others_cpu += cpu.others
+        self.seconds += seconds
 
     COLUMNS: ClassVar[tuple[str, ...]] = (
         *("requests", "encoder runs/picture", "cached %"),
-        *("first token p50 ms", "p99 ms", "requests/s"),
+        *("first token p50 ms", "p90 ms", "p99 ms", "CPU ms/request", "others' cores"),
+        "requests/s",
     )
 
     def figures(self) -> tuple[float, ...]:
@@ -272,7 +314,10 @@ class Runs:
             self.encoder_runs / self.pictures,
             100 * self.cached_tokens / self.prompt_tokens,
             percentile(times, 50),
+            percentile(times, 90),
             percentile(times, 99),
+            1e3 * self.cpu / len(times),
+            self.others_cpu / self.seconds,
             median(self.rates),
         )
 
@@ -294,9 +339,11 @@ def routers_report(given: argparse.Namespace, engines: Engines, frontends: Front
                 name = given.routers[(turn + step) % len(given.routers)]
                 engines.empty_caches()
                 time.sleep(0.3)  # events of this come before the first request
+                before = CpuUse.now(engines, frontends)
                 outcomes, seconds = uvloop.run(run_scripts(frontends.urls[name], scripts))
                 done = runs[workload, name]
-                done.add(outcomes, seconds, scripts.pictures)
+                used = CpuUse.now(engines, frontends).since(before)
+                done.add(outcomes, seconds, scripts.pictures, used)
                 row = " ".join(f"{value:.4g}" for value in done.figures())
                 print(f"{turn} {workload} {name}: {row}", file=sys.stderr, flush=True)
     report = Report(

@@ -162,6 +162,13 @@ def cpu_seconds(pid: int) -> float:
     return total / 1e9
 
 
+def machine_cpu_seconds() -> float:
+    """CPU seconds of all processes, and of the kernel, since the machine was started."""
+    user, nice, system, _idle, _iowait, *interrupts = Path("/proc/stat").read_text().split()[1:8]
+    ticks = sum(map(int, (user, nice, system, *interrupts)))
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
 def _children(pid: int) -> list[int]:
     found = []
     for entry in Path("/proc").iterdir():

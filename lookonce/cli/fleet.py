@@ -11,16 +11,17 @@ import signal
 import threading
 from collections.abc import Iterable
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, get_type_hints
 
 import msgspec
 
 from lookonce.cli.config_file import as_options, read_yaml
 from lookonce.config import NANO, Options, resolve
-from lookonce.errors import ConfigError
+from lookonce.errors import ConfigError, UnavailableError
 from lookonce.fleet.config import FleetConfig
 from lookonce.types.logs import configure_logging
 
+OPTION_KINDS = get_type_hints(Options)
 FLEET_KEYS = (
     *("host", "port", "frontends", "frontend_resources", "api_key_file", "address"),
     "drain_timeout",
@@ -47,9 +48,15 @@ def read_fleet(path: str | None, overrides: dict[str, Any]) -> FleetConfig:
 def fleet_of(where: str, content: dict[str, Any], overrides: dict[str, Any]) -> FleetConfig:
     """Of what stands in a file; `where`: its name, for `ConfigError`."""
     _check_keys(where, content, FLEET_KEYS)
-    models = content.get("models") or [{"model": overrides.get("model") or NANO}]
+    models = content.get("models")
+    if models is None:
+        models = [{"model": overrides.get("model") or NANO}]
+    elif overrides.get("model") is not None:
+        raise ConfigError(f"--model: {where} names its models")
     if not isinstance(models, list) or not all(isinstance(each, dict) for each in models):
         raise ConfigError(f"{where}: models is a list of mappings")
+    if not models:
+        raise ConfigError(f"{where}: models names no model")
     groups = [_group(f"{where}: models[{n}]", each, overrides) for n, each in enumerate(models)]
     _add_adapters(where, groups, overrides.get("lora") or ())
     names = [group["name"] for group in groups]
@@ -89,6 +96,7 @@ def _group(where: str, given: dict[str, Any], overrides: dict[str, Any]) -> dict
     for name, value in parsed.items():
         if name in OWN_OPTIONS:
             raise ConfigError(f"{where}.options: a fleet does not take {name.replace('_', '-')}")
+        _check_kind(f"{where}.options", name, value)
         line += _as_arguments(name, value)
     group["options"] = line
     return group
@@ -106,11 +114,35 @@ def _add_adapters(where: str, groups: list[dict[str, Any]], lora: Iterable[str])
         groups[0]["options"] += ["--lora", f"{name}={os.path.abspath(path)}" if path else name]
 
 
+TRUE, FALSE = ("true", "1", "yes"), ("false", "0", "no")
+
+
+def _check_kind(where: str, name: str, value: str | list[str]) -> None:
+    """Before any engine is started: what it would refuse is told by its own log alone."""
+    default = getattr(Options(), name)
+    if isinstance(default, tuple):
+        return
+    wanted = "one value"
+    try:
+        if isinstance(value, list):
+            raise ValueError
+        if isinstance(default, bool):
+            wanted = "true or false"
+            if value.lower() not in TRUE + FALSE:
+                raise ValueError
+        else:
+            wanted = "a number"
+            msgspec.convert(value, OPTION_KINDS[name], strict=False)
+    except ValueError:
+        option = name.replace("_", "-")
+        raise ConfigError(f"{where}: {option} must be {wanted}, got {value!r:.60}") from None
+
+
 def _as_arguments(name: str, value: str | list[str]) -> list[str]:
     flag = "--" + name.replace("_", "-")
     if isinstance(getattr(Options(), name), bool):
         text = str(value).lower()
-        return [flag if text in ("true", "1", "yes") else f"--no-{flag[2:]}"]
+        return [flag if text in TRUE else f"--no-{flag[2:]}"]
     values = value if isinstance(value, list) else [value]
     return [part for each in values for part in (flag, each)]
 
@@ -136,7 +168,8 @@ def build(args: dict[str, Any]) -> Any:
 
 
 def run_fleet(path: str | None, overrides: dict[str, Any]) -> int:
-    """Serve until SIGTERM or Ctrl-C; the exit status. Raises `ConfigError`."""
+    """Serve until SIGTERM or Ctrl-C; the exit status. Raises `ConfigError`, and `UnavailableError`
+    where the engines do not start."""
     config = read_fleet(path, overrides)
     for module in ("ray.serve", "zmq"):
         if not _is_installed(module):
@@ -153,7 +186,10 @@ def run_fleet(path: str | None, overrides: dict[str, Any]) -> int:
         reasons.append(number)
         asked.set()
 
-    running = RunningFleet(config)
+    try:
+        running = RunningFleet(config)
+    except RuntimeError as error:  # its engines have said why; Ray's frames do not
+        raise UnavailableError(f"the fleet did not start, see above: {error}") from None
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, on_signal)
     try:

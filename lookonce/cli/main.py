@@ -24,7 +24,7 @@ from lookonce.cli.options import (
     takes_options,
 )
 from lookonce.config import NANO, Options
-from lookonce.errors import ConfigError, LookOnceError
+from lookonce.errors import ConfigError, LookOnceError, ModelLoadError
 
 app = typer.Typer(
     help="LookOnce serves multimodal language models and never does the same work twice.",
@@ -275,7 +275,9 @@ def models(
 
 @app.command(cls=GroupedCommand)
 def top(
-    url: Annotated[str, typer.Option(help="Of the server.")] = "http://127.0.0.1:8000",
+    url: Annotated[
+        str, typer.Option(help="Of the server: http://HOST:PORT or unix:PATH.")
+    ] = "http://127.0.0.1:8000",
     api_key: Annotated[
         str | None,
         typer.Option(envvar=variable_of(SECRET), help="An admin key, to see tenants."),
@@ -420,7 +422,8 @@ UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 
 
 def main() -> None:
-    """The entry point: a mistake is one line on stderr; status 2 where it is in an option."""
+    """The entry point: a mistake, in an option or in the model's folder, is one line on stderr and
+    status 2."""
     drop_service_links(os.environ)
     sys.exit(_run(sys.argv[1:] or ["--help"]))
 
@@ -431,7 +434,7 @@ def _run(arguments: list[str]) -> int:
         return int(app(arguments, standalone_mode=False) or 0)
     except UsageError as error:
         return _complain(_usage_message(error), 2)
-    except ConfigError as error:
+    except (ConfigError, ModelLoadError) as error:  # a restart would end the same way
         return _complain(error.message, 2)
     except LookOnceError as error:
         return _complain(error.message, 1)

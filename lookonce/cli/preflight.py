@@ -121,18 +121,45 @@ def check_length(config: Config) -> None:
     The engine knows a model's length exactly; this is the most that its files could mean.
     """
     wanted = config.model.max_model_len
-    if wanted is None:
-        return
-    try:
-        model = msgspec.json.decode((Path(config.model.folder) / "config.json").read_bytes())
-    except (OSError, msgspec.DecodeError):
-        return  # the loader says so
+    model = {} if wanted is None else _model_config(config)
     stated = [n for n in _numbers(model, "max_position_embeddings") if n >= 1]
     factor = max(1.0, *_numbers(model, "factor"), 0.0)
-    if stated and wanted > max(stated) * factor:
+    if stated and wanted is not None and wanted > max(stated) * factor:
         raise ConfigError(
             f"--max-model-len is at most {int(max(stated) * factor)} for this model, got {wanted}"
         )
+
+
+def check_ranks(config: Config) -> None:
+    """Whether the model's attention heads can be divided by `--tensor-parallel`, before as many
+    processes are started.
+
+    The engine knows all that must be divisible; this judges what is plain from the model's files,
+    of its text model alone: encoders have no heads of keys and values of their own.
+    """
+    size = config.model.tensor_parallel_size
+    stated = [] if size == 1 else list(_attention_heads(_model_config(config)))
+    if stated and all(heads % size for heads in stated):
+        each = " and ".join(str(heads) for heads in sorted(set(stated)))
+        raise ConfigError(f"--tensor-parallel {size}: the model has {each} attention heads")
+
+
+def _model_config(config: Config) -> Any:
+    """What config.json has; empty where it cannot be read, which the loader says."""
+    try:
+        return msgspec.json.decode((Path(config.model.folder) / "config.json").read_bytes())
+    except (OSError, msgspec.DecodeError):
+        return {}
+
+
+def _attention_heads(part: Any) -> Iterator[int]:
+    """Of each mapping, at any depth, that names heads of keys and values beside them."""
+    if isinstance(part, dict):
+        heads = part.get("num_attention_heads")
+        if "num_key_value_heads" in part and isinstance(heads, int):
+            yield heads
+        for each in part.values():
+            yield from _attention_heads(each)
 
 
 def _numbers(part: Any, name: str) -> Iterator[float]:

@@ -23,6 +23,8 @@ ACCEPTS = 0x10000
 SECONDS = 2.0
 COMMANDS = ("serve", "render")
 MODULE = "lookonce.cli.main"
+ENGINE_SOCKET = "/http"
+"""What a fleet's engine listens on, in the folder of `fleet.deploy.Engine`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +53,13 @@ def print_servers(api_key: str | None, *, as_json: bool) -> None:
     if not servers:
         print("no server of this user runs here", file=sys.stderr)
         return
-    print(f"{'PID':>7}  {'URL':28}  {'MODEL':24}  {'STATUS':12}  {'UP':>7}  MEMORY")
+    width = max(28, *(len(each.url) for each in servers))
+    print(f"{'PID':>7}  {'URL':{width}}  {'MODEL':24}  {'STATUS':12}  {'UP':>7}  MEMORY")
     for each in servers:
         untold = "? (needs --api-key)" if each.status == "ready" else "?"
         model = untold if each.model == "?" else each.model
         print(
-            f"{each.pid:7}  {each.url:28}  {model:24}  {each.status:12}  "
+            f"{each.pid:7}  {each.url:{width}}  {model:24}  {each.status:12}  "
             f"{_age(each.seconds):>7}  {each.memory_bytes / 1e9:.2f} GB"
         )
 
@@ -150,12 +153,13 @@ def _tcp_urls(pid: int, sockets: set[str]) -> Iterator[str]:
 
 
 def _unix_urls(pid: int, sockets: set[str]) -> Iterator[str]:
-    """Sockets of `--uds`; those in the server's own folder are for its processes."""
+    """Sockets of `--uds`, engines of a local fleet too; others in the server's own folder are for
+    its processes."""
     for line in (PROC / str(pid) / "net" / "unix").read_text().splitlines()[1:]:
         fields = line.split(maxsplit=7)
         if len(fields) < 8 or fields[6] not in sockets or not int(fields[3], 16) & ACCEPTS:
             continue
-        if not Path(fields[7]).parent.name.startswith(PREFIX):
+        if not Path(fields[7]).parent.name.startswith(PREFIX) or fields[7].endswith(ENGINE_SOCKET):
             yield f"unix:{fields[7]}"
 
 

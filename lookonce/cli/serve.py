@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from lookonce.cli.config_file import unknown_variables
-from lookonce.cli.preflight import check_length, check_machine
+from lookonce.cli.preflight import check_length, check_machine, check_ranks
 from lookonce.config import Config, Options, resolve
 from lookonce.frontend.model_download import with_local_model
 from lookonce.launch import Supervisor, bind, url_of
@@ -33,6 +33,7 @@ def run_server(options: Options) -> int:
     check_machine(config)
     config = with_local_model(config)
     check_length(config)
+    check_ranks(config)
     asyncio.run(_serve(config))
     return 0
 

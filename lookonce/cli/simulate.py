@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
@@ -67,6 +68,7 @@ class Asked:
 
 def run_simulate(asked: Asked) -> int:
     """Simulate, print and write what was asked for; the exit status. Raises `ConfigError`."""
+    _check_files(asked)
     prices = read_prices(asked.prices or NANO_PRICES)
     if asked.block_size is not None:
         prices = msgspec.structs.replace(prices, block_size=asked.block_size)
@@ -103,6 +105,16 @@ def run_simulate(asked: Asked) -> int:
     if asked.plot is not None:
         write_plots(asked.plot, {name_of(outcome.spec): outcome for outcome in found})
     return 0
+
+
+def _check_files(asked: Asked) -> None:
+    """Before anything is simulated, which may take an hour."""
+    for option, path in (("--json", asked.json_file), ("--plot", asked.plot)):
+        if path is None:
+            continue
+        written = path if path.exists() else path.parent
+        if path.is_dir() or not os.access(written, os.W_OK):
+            raise ConfigError(f"{option}: {path} cannot be written")
 
 
 def requests_of(asked: Asked) -> Callable[[FleetSpec], Iterable[TraceRequest]]:

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import httpx
+from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from lookonce.cli.chat import open_client
 from lookonce.errors import LookOnceError, UnavailableError
 
 Labels = tuple[tuple[str, str], ...]
@@ -40,6 +42,7 @@ LATENCIES = {
     "whole request": "e2e_request_latency_seconds",
 }
 RESPONSES = "http_responses_total"
+ENGINE_LABEL = "engine"
 MAX_TENANTS = 20
 
 
@@ -70,11 +73,13 @@ class Snapshot:
         return any(known == name for known, _ in self.samples)
 
 
-def take_snapshot(client: httpx.Client, *, with_state: bool = True) -> Snapshot:
+def take_snapshot(
+    client: httpx.Client, *, url: str | None = None, with_state: bool = True
+) -> Snapshot:
     """Raises `UnavailableError` where no LookOnce server answers.
 
     Each `/debug/state` that is refused is a line of the server's audit: `with_state` says whether
-    it is asked for.
+    it is asked for. `url`: what the server is called where it does not answer.
     """
     try:
         ready = client.get("/ready")
@@ -87,15 +92,27 @@ def take_snapshot(client: httpx.Client, *, with_state: bool = True) -> Snapshot:
         if "CERTIFICATE_VERIFY_FAILED" in reason:
             reason += " (SSL_CERT_FILE names the file of a certificate of your own)"
         raise UnavailableError(
-            f"no LookOnce server answers at {client.base_url}: {reason}"
+            f"no LookOnce server answers at {url or client.base_url}: {reason}"
         ) from None
-    samples = {
-        (sample.name.removeprefix(PREFIX), tuple(sorted(sample.labels.items()))): sample.value
-        for family in families
-        for sample in family.samples
-    }
+    samples = _of_all_engines(families)
     known = state.json() if state is not None and state.status_code == 200 else None
     return Snapshot(time.monotonic(), status, samples, known)
+
+
+def _of_all_engines(families: Iterable[Metric]) -> dict[tuple[str, Labels], float]:
+    """A fleet's front-end says whose each sample is: they are added up, and shares averaged."""
+    found: dict[tuple[str, Labels], list[float]] = {}
+    for family in families:
+        for sample in family.samples:
+            labels = {name: value for name, value in sample.labels.items() if name != ENGINE_LABEL}
+            name = sample.name.removeprefix(PREFIX)
+            found.setdefault((name, tuple(sorted(labels.items()))), []).append(sample.value)
+    return {
+        key: max(values)
+        if key[0].endswith("_state")
+        else sum(values) / (len(values) if key[0].endswith("_ratio") else 1)
+        for key, values in found.items()
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,9 +140,16 @@ class View:
 
     def failed(self) -> str:
         """As `rate`, of responses for whose failure the server is to blame."""
+        return self._rate(self._responses("5") + self._responses("broken"))
+
+    def refused(self) -> str:
+        """As `rate`, of requests and connections for whose failure the client is to blame."""
+        return self._rate(self._responses("4") + self.change("http_refused_total"))
+
+    def _responses(self, prefix: str) -> float:
         statuses = self.now.by_label(RESPONSES)
-        blamed = [status for status in statuses if status.startswith("5") or status == "broken"]
-        return self._rate(sum(self.change(RESPONSES, (("status", s),)) for s in blamed))
+        wanted = [status for status in statuses if status.startswith(prefix)]
+        return sum(self.change(RESPONSES, (("status", status),)) for status in wanted)
 
     def _rate(self, changed: float) -> str:
         return f"{changed:,.0f}" if self.before is None else f"{changed / self.seconds:,.1f}/s"
@@ -170,8 +194,7 @@ def _head(view: View) -> Text:
         f"waiting {now.total('num_requests_waiting'):.0f}  "
         f"finished {view.rate('request_success_total')}  "
         f"failed {view.failed()}  "
-        f"limited {view.rate('rate_limited_total')}  "
-        f"refused {view.rate('http_refused_total')}  "
+        f"refused {view.refused()} (by limits {view.rate('rate_limited_total')})  "
         f"connections {now.total('http_connections'):.0f}",
         f"tokens    prompt {view.rate('prompt_tokens_total')}  "
         f"generated {view.rate('generation_tokens_total')}  "
@@ -273,11 +296,12 @@ def run_top(
     console: Console | None = None,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Raises `UnavailableError` where no server answers at first; later it says so and goes on."""
+    """`url` may be unix:PATH. Raises `ConfigError` where it is no URL, and `UnavailableError` where
+    no server answers at first; later it says so and goes on."""
     console = Console() if console is None else console
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    with httpx.Client(base_url=url, headers=headers, timeout=10) as client:
-        now = take_snapshot(client)
+    with open_client(url, api_key) as client:
+        client.timeout = httpx.Timeout(10)
+        now = take_snapshot(client, url=url)
         with_state = now.state is not None
         if once or not console.is_terminal:
             console.print(render(View(now, url=url)))
@@ -286,7 +310,7 @@ def run_top(
             while True:
                 sleep(interval)
                 try:
-                    before, now = now, take_snapshot(client, with_state=with_state)
+                    before, now = now, take_snapshot(client, url=url, with_state=with_state)
                     live.update(render(View(now, before, url)), refresh=True)
                 except LookOnceError as error:
                     live.update(Text(error.message), refresh=True)

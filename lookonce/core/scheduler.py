@@ -100,7 +100,11 @@ class Scheduler:
             state, self._sessions, self._kv_connector, self._encoder_connector
         )
         self.decode_runs = DecodeRuns(
-            state, self._planner, self._update.advance, stores=external is not None
+            state,
+            self._planner,
+            self._update.advance,
+            self._update.append_token,
+            stores=external is not None,
         )
         """For simulations: many steps at once."""
 
@@ -439,7 +443,7 @@ class UpdateFromOutput:
                     self.advance(sequence)
                 if entry.sample:
                     logprob = None if logprobs is None else logprobs[sampled]
-                    self._append_token(sequence, token_ids[sampled], logprob)
+                    self.append_token(sequence, token_ids[sampled], logprob)
                 elif sequence.request.pooling is not None:
                     self._finish_pooled(sequence, result.pooled.get(entry.seq_id))
                 elif sequence.request.frames is not None:
@@ -588,9 +592,7 @@ class UpdateFromOutput:
         keys = [features[index].key for index in passed]
         self._state.encoder_cache.release_many(sequence.seq_id, keys)
 
-    def _append_token(
-        self, sequence: Sequence, token_id: int, logprob: TokenLogprob | None
-    ) -> None:
+    def append_token(self, sequence: Sequence, token_id: int, logprob: TokenLogprob | None) -> None:
         """Append the sampled token, report it, and end the sequence if it was the last."""
         state, request = self._state, sequence.request
         sequence.tokens.append(token_id)

@@ -604,7 +604,7 @@ class Frontend:
         known = self._fleet.router.models()
         if identity.model is not None and known and identity.model not in known:
             message = f"there is no model {identity.model[:100]!r}; there is: {', '.join(known)}"
-            await exchange.refuse(404, "model_not_found", message)
+            await exchange.refuse(404, "model_not_found", message, param="model")
             return
         await exchange.refuse(503, "no_engine", "no engine takes requests now")
 
@@ -1164,8 +1164,8 @@ class _Exchange:
         self._ended = True
         await self._send({"type": "http.response.body", "body": body})
 
-    async def refuse(self, status: int, code: str, message: str) -> None:
-        body = encode(ErrorResponse(ErrorBody(message, error_type(status), None, code)))
+    async def refuse(self, status: int, code: str, message: str, param: str | None = None) -> None:
+        body = encode(ErrorResponse(ErrorBody(message, error_type(status), param, code)))
         headers = [(b"content-type", b"application/json")]
         if status == 503:
             headers.append((b"retry-after", b"1"))

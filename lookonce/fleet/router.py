@@ -83,12 +83,12 @@ class Rates:
     """Of a prompt token whose KV a shared tier gives; None: none has given any yet."""
 
     def is_slower(self, usual: Rates) -> bool:
-        """Whether anything takes so much longer than usual that it is no noise."""
+        """Whether steps take so much longer than usual that it is no noise. What processing takes
+        is what first tokens leave unexplained: it differs by more between equal engines."""
         return (
             self.prompt_token > UNLIKE * usual.prompt_token
             or self.encoder_run > UNLIKE * usual.encoder_run
             or self.decoded_token > UNLIKE * usual.decoded_token
-            or self.processing > UNLIKE * usual.processing
         )
 
 
@@ -227,16 +227,16 @@ def engines_wanted(prices: Collection[float], target_wait: float) -> int:
 
 
 def _rates_of(engines: Sequence[EngineState]) -> dict[int, Rates]:
-    """Engine → its rates; those of the fastest for one that has measured little, or not much
-    worse. What equal engines measure differs, at the warm-up and while they share cores, and one
-    that gets no requests would keep it."""
+    """Engine → its rates; those of the fastest, and the mean of what processing takes, for one
+    that has measured little, or not much worse. What equal engines measure differs, at the warm-up
+    and while they share cores, and one that gets no requests would keep it."""
     measured = [engine.rates for engine in engines if engine.num_loads >= MIN_LOADS]
     listed = measured or [engine.rates for engine in engines]
     usual = Rates(
         min([rates.prompt_token for rates in listed]),
         min([rates.encoder_run for rates in listed]),
         min([rates.decoded_token for rates in listed]),
-        min([rates.processing for rates in listed]),
+        sum([rates.processing for rates in listed]) / len(listed),
     )
     found = {
         e.number: e.rates if e.num_loads >= MIN_LOADS and e.rates.is_slower(usual) else usual

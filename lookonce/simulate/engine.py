@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import msgspec
 import numpy as np
@@ -27,6 +27,7 @@ from lookonce.cache.directory import Directory
 from lookonce.config import SchedulerConfig
 from lookonce.core.block_pool import BlockPool
 from lookonce.core.encoder_cache import EncoderCache
+from lookonce.core.request import Request
 from lookonce.core.request import Sequence as SchedulerSequence
 from lookonce.core.scheduler import Scheduler
 from lookonce.core.scheduler_state import SchedulerOutput, SchedulerState
@@ -66,8 +67,6 @@ if TYPE_CHECKING:
 
 VOCABULARY = 1 << 31
 PLACEHOLDER = 0
-LEAST_RUN = 2
-"""Steps that are worth a run."""
 MAX_SHARE = 0.9
 """Of the API process's time that streaming takes, as far as it delays requests."""
 SCOPE = bytes(32)
@@ -87,11 +86,14 @@ class VirtualClock:
 
     def at(self, moment: float, call: Callable[..., None], *arguments: Any) -> None:
         """Call at `moment`, or now where that has passed."""
+        if moment < self.now:
+            moment = self.now
         self.num_events += 1
-        heapq.heappush(self._events, (max(moment, self.now), self.num_events, call, arguments))
+        heapq.heappush(self._events, (moment, self.num_events, call, arguments))
 
     def after(self, seconds: float, call: Callable[..., None], *arguments: Any) -> None:
-        self.at(self.now + seconds, call, *arguments)
+        self.num_events += 1
+        heapq.heappush(self._events, (self.now + seconds, self.num_events, call, arguments))
 
     @property
     def next_moment(self) -> float:
@@ -166,28 +168,76 @@ class EngineTotals:
     """Seconds of steps."""
 
 
-class _Process:
+class _Process(Protocol):
     """Does so many things at a time, in the order in which they were asked for."""
-
-    def __init__(self, work: Callable[..., None], threads: int) -> None:
-        self._work, self._free = work, threads
-        self._waiting: deque[tuple[float, Callable[..., None], tuple[Any, ...]]] = deque()
 
     def run(self, seconds: float, call: Callable[..., None], *arguments: Any) -> None:
         """Call when it has worked for `seconds` on this."""
+
+    def work(self, seconds: float) -> None:
+        """As `run`, where nobody waits for it."""
+
+    @property
+    def is_idle(self) -> bool: ...
+
+
+class _FreeProcess:
+    """Its threads have cores of their own, so that it is known at once when each is free."""
+
+    def __init__(self, clock: VirtualClock, threads: int) -> None:
+        self._clock = clock
+        self._free = [0.0] * threads
+        """When each of its threads is free, as a heap."""
+
+    def _end(self, seconds: float) -> float:
+        end = max(self._free[0], self._clock.now) + seconds
+        heapq.heapreplace(self._free, end)
+        return end
+
+    def run(self, seconds: float, call: Callable[..., None], *arguments: Any) -> None:
+        self._clock.at(self._end(seconds), call, *arguments)
+
+    def work(self, seconds: float) -> None:
+        self._end(seconds)
+
+    @property
+    def is_idle(self) -> bool:
+        return max(self._free) <= self._clock.now
+
+
+class _SharingProcess:
+    """Its threads share cores with others."""
+
+    def __init__(self, cores: Cores, threads: int) -> None:
+        self._cores, self._threads, self._free = cores, threads, threads
+        self._waiting: deque[tuple[float, Callable[..., None], tuple[Any, ...]]] = deque()
+
+    def run(self, seconds: float, call: Callable[..., None], *arguments: Any) -> None:
         if self._free:
             self._free -= 1
-            self._work(seconds, self._ended, call, arguments)
+            self._cores.run(seconds, self._ended, call, arguments)
         else:
             self._waiting.append((seconds, call, arguments))
+
+    def work(self, seconds: float) -> None:
+        self.run(seconds, _nothing)
+
+    @property
+    def is_idle(self) -> bool:
+        return self._free == self._threads
 
     def _ended(self, call: Callable[..., None], arguments: tuple[Any, ...]) -> None:
         if self._waiting:
             seconds, *following = self._waiting.popleft()
-            self._work(seconds, self._ended, *following)
+            self._cores.run(seconds, self._ended, *following)
         else:
             self._free += 1
         call(*arguments)
+
+
+@lru_cache(maxsize=4096)
+def _no_tokens(count: int) -> memoryview:
+    return memoryview(bytes(4 * count))
 
 
 def _nothing() -> None:
@@ -266,13 +316,18 @@ class SimulatedEngine:
                 self.load,
             )
             self.scheduler.watch(self._events)
+        self._ended: list[Request] = []
+        """Whose references to their sequences, which refer to them, are still to be cut."""
+        self._state.on_end.append(self._ended.append)
         self._served: dict[str, Served] = {}
         self._cores = Cores(clock, prices.cores) if prices.cores else None
-        self._api = _Process(self._work, 1)
-        self._workers = _Process(self._work, prices.media_workers)
+        self._api = self._open_process(1)
+        self._workers = self._open_process(prices.media_workers)
         self._making: dict[bytes, list[tuple[Served, list[bytes]]]] = {}
         """Key of an item that is being processed → the requests that wait for it, with the keys
         that each has pinned."""
+        self._plans_all = spec.every_step or bool(spec.encoder_tiers)
+        """Also the plans that only tell the runner what has ended."""
         self._busy = False
         self._run: _Run | None = None
         self._version = 0
@@ -325,13 +380,12 @@ class SimulatedEngine:
         seconds = prices.of_request(request.prompt_tokens, len(request.media), sent)
         seconds /= 1.0 - self._streaming_share()
         self._api.run(seconds, self._resolve, served)
+        self._note_streaming()
 
-    def _work(self, seconds: float, call: Callable[..., None], *arguments: Any) -> None:
-        """Call when a thread has worked for `seconds`."""
+    def _open_process(self, threads: int) -> _Process:
         if self._cores is None:
-            self.clock.after(seconds, call, *arguments)
-        else:
-            self._cores.run(seconds, call, *arguments)
+            return _FreeProcess(self.clock, threads)
+        return _SharingProcess(self._cores, threads)
 
     def _streaming_share(self) -> float:
         """Of the API process's time that goes into tokens of the steps under way."""
@@ -339,11 +393,15 @@ class SimulatedEngine:
         rows = len(decoding)
         if not rows or not self._busy:
             return 0.0
-        step = self.prices.of_decodes(rows, sum(s.num_computed for s in decoding), 1)
+        context = sum([s.num_computed for s in decoding])
+        if self._run is not None:  # what its steps have computed is noted at its end
+            context += rows * (self._step_under_way(self._run) - 1)
+        step = self.prices.of_decodes(rows, context, 1)
         return min(MAX_SHARE, rows * self.prices.stream_token / step)
 
     def _resolve(self, served: Served) -> None:
         """Find its media, or have them processed."""
+        self._note_streaming()
         pinned: list[bytes] = []
         for medium in served.request.media:
             key = medium.key
@@ -390,7 +448,7 @@ class SimulatedEngine:
             served.tokens = token_ids(request)
             prompt = served.tokens[: request.prompt_tokens].data
         else:
-            prompt = memoryview(bytes(4 * request.prompt_tokens))
+            prompt = _no_tokens(request.prompt_tokens)
         generate = GenerateRequest(
             request_id=request_id,
             scope=SCOPE,
@@ -431,10 +489,12 @@ class SimulatedEngine:
         """Begin the next step, or the next steps; idle where there is none."""
         if not self.spec.every_step:
             num_steps = self.scheduler.decode_runs.longest()
-            if num_steps >= LEAST_RUN:
+            if num_steps:
                 self._begin_run(num_steps)
                 return
-        plan = self.scheduler.plan()
+        plan = None
+        if self._plans_all or not self.scheduler.decode_runs.forget_finished():
+            plan = self.scheduler.plan()
         while plan is not None and not (plan.scheduled or plan.encode):
             # It only tells the runner what has ended, which takes no time.
             self._take(self.scheduler.update_from_output(plan, StepResult()))
@@ -458,8 +518,11 @@ class SimulatedEngine:
             self._cores.run(seconds, self._end_step, self._version, threads=threads)
 
     def _note_streaming(self) -> None:
+        """What streaming takes of the cores; while the API process has other work, which takes so
+        much longer, that is part of this work's time."""
         if self._cores is not None:
-            self._cores.set_background(self._streaming_share())
+            share = self._streaming_share() if self._api.is_idle else 0.0
+            self._cores.set_background(share)
 
     def _begin_run(self, num_steps: int) -> None:
         decoding = self._state.queues.decoding
@@ -490,14 +553,17 @@ class SimulatedEngine:
                 least = middle + 1
         return least
 
+    def _step_under_way(self, run: _Run) -> int:
+        """Its number within the run, from 1 on."""
+        if self._cores is None or run.job is None:
+            return self._steps_until(run, self.clock.now - run.began)
+        return self._steps_until(run, self._cores.done(run.job))
+
     def _interrupt(self) -> None:
         """Let the run end with the step under way."""
         run = self._run
         assert run is not None
-        if self._cores is None or run.job is None:
-            num_steps = self._steps_until(run, self.clock.now - run.began)
-        else:
-            num_steps = self._steps_until(run, self._cores.done(run.job))
+        num_steps = self._step_under_way(run)
         if num_steps < run.num_steps:
             run.num_steps = num_steps
             seconds = self._seconds(run, num_steps)
@@ -534,6 +600,9 @@ class SimulatedEngine:
         self.totals.busy += seconds
         self.load.decoded_tokens += run.num_steps * run.num_rows
         self.load.decode_seconds += seconds
+        output = self.scheduler.take_output()
+        if output:
+            self._take(output)
 
     def _next_tokens(self, sequence: SchedulerSequence, count: int) -> NDArray[np.int32]:
         if not self.spec.with_tokens:
@@ -573,8 +642,11 @@ class SimulatedEngine:
             if delta.finish_reason is not None:
                 served = self._served.pop(delta.request_id)
                 if self.prices.end:
-                    self._api.run(self.prices.end, _nothing)
+                    self._api.work(self.prices.end)
                 self._end(served, "" if delta.error is None else str(delta.error))
+        for request in self._ended:  # so that they need no search for garbage
+            request.sequences.clear()
+        self._ended.clear()
 
     def _end(self, served: Served, failed: str) -> None:
         served.ended = self.clock.now + self.prices.first_token

@@ -238,7 +238,7 @@ class Shard(Protocol):
 
 
 class LocalShard:
-    """In this process: a window is over when it has begun."""
+    """In this process. Works on a window when its report is wanted: first others get theirs."""
 
     def __init__(
         self, spec: EngineSpec, prices: Prices, numbers: Sequence[int], *, followed: bool
@@ -246,21 +246,22 @@ class LocalShard:
         self.numbers = numbers
         self._clock = VirtualClock()
         self._told: list[tuple[float, Told]] = []
-        self._reports: deque[Report] = deque()
+        self._windows: deque[Window] = deque()
         self.group = EngineGroup(spec, prices, self._clock, numbers, self._tell, followed=followed)
 
     def _tell(self, moment: float, told: Told) -> None:
         self._told.append((moment, told))
 
     def begin(self, window: Window) -> None:
+        self._windows.append(window)
+
+    def receive(self) -> Report:
+        window = self._windows.popleft()
         for arrival in window.arrivals:
             self._clock.at(arrival.moment, self.group.take, arrival)
         self._clock.run(window.until)
         told, self._told = self._told, []
-        self._reports.append(Report(told, self._clock.next_moment))
-
-    def receive(self) -> Report:
-        return self._reports.popleft()
+        return Report(told, self._clock.next_moment)
 
     def finish(self) -> GroupTotals:
         self._clock.run()
@@ -399,8 +400,8 @@ class Windows:
     def _receive(self) -> None:
         self._outstanding -= 1
         self._next_moment = math.inf
-        for shard in self._shards:
-            report = shard.receive()
+        reports = [shard.receive() for shard in reversed(self._shards)]  # our own work first
+        for report in reversed(reports):
             self._next_moment = min(self._next_moment, report.next_moment)
             for moment, told in report.told:
                 self._clock.at(moment, self._take, told)

@@ -50,12 +50,14 @@ MODEL = "simulated"
 CHARS_PER_TOKEN = 4
 RING_POINTS = 64
 """Of each engine, for consistent hashing."""
-FRONT_END_SHARE = 0.27
+FRONT_END_SHARE = 0.3
 """Of a simulation's work: traces and routing, which the first process does."""
 MOST_COMPARED = 64
 """Engines of which the router compares all."""
 KNOWING_COMPARED, IDLE_COMPARED = 8, 4
 """Of more engines: those that know most of a request, and those with the least to do."""
+LEAST_SORTED = 32
+"""Engines with the least to do that are put in order for each request."""
 _SPREAD = 0x9E3779B97F4A7C15
 _MASK = 0xFFFF_FFFF_FFFF_FFFF
 
@@ -190,18 +192,27 @@ class PriceRouter:
         """The engines that know most of the request and have the least to do, and those that have
         the least to do at all."""
         found: dict[int, None] = {}
+        least = self._waiting.argpartition(LEAST_SORTED)[:LEAST_SORTED]
+        idle: list[int] = least[self._waiting[least].argsort(kind="stable")].tolist()
         for numbers in self.router.engines_that_know(identity):
             left = KNOWING_COMPARED - len(found)
             if len(numbers) > left:
-                listed = np.fromiter(numbers, np.intp, len(numbers))
-                order = np.argpartition(self._waiting[listed], left - 1)[:left]
-                numbers = listed[order].tolist()
+                numbers = self._idlest(numbers, idle, left)
             found.update(dict.fromkeys(numbers))
             if len(found) >= KNOWING_COMPARED:
                 break
-        idle = np.argpartition(self._waiting, IDLE_COMPARED)[:IDLE_COMPARED]
-        found.update(dict.fromkeys(idle.tolist()))
+        found.update(dict.fromkeys(idle[:IDLE_COMPARED]))
         return [self._states[number] for number in found]
+
+    def _idlest(self, numbers: Collection[int], idle: Sequence[int], count: int) -> list[int]:
+        """Of these engines `count` with the least to do. `idle`: those of all, by what they have
+        to do."""
+        found = [number for number in idle if number in numbers][:count]
+        if len(found) < count:
+            listed = np.fromiter(numbers, np.intp, len(numbers))
+            order = np.argpartition(self._waiting[listed], count - 1)[:count]
+            found = listed[order].tolist()
+        return found
 
     def _note_waiting(self, state: EngineState) -> None:
         self._waiting[state.number] = state.waiting_seconds()

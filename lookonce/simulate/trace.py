@@ -87,10 +87,13 @@ def block_keys(request: TraceRequest, block_size: int) -> list[bytes]:
     and media up to the block's end are. So a scheduler can know blocks without hashing tokens."""
     size = request.block_tokens
     count = (request.prompt_tokens + request.output_tokens) // block_size
-    lasts = np.arange(block_size - 1, count * block_size, block_size, dtype=np.uint64)
     keys = np.zeros((count, 4), np.uint64)
-    keys[:, 0] = request.blocks[(lasts // np.uint64(size)).astype(np.intp)]
-    if block_size % size:  # several may end in one block of the trace
+    if block_size % size == 0:
+        step = block_size // size
+        keys[:, 0] = request.blocks[step - 1 : count * step : step]
+    else:  # several may end in one block of the trace
+        lasts = np.arange(block_size - 1, count * block_size, block_size, dtype=np.uint64)
+        keys[:, 0] = request.blocks[(lasts // np.uint64(size)).astype(np.intp)]
         keys[:, 2] = lasts % np.uint64(size)
         keys[:, 0] ^= mix(keys[:, 2])
     folded = b""
@@ -98,8 +101,8 @@ def block_keys(request: TraceRequest, block_size: int) -> list[bytes]:
         folded = blake3(b"%b%b%d %d" % (folded, medium.key, medium.offset, medium.length)).digest(8)
         keys[medium.offset // block_size :, 1] = int.from_bytes(folded, "little")
     keys[:, 0] ^= keys[:, 1]  # routers know a key by its first 8 bytes
-    raw = keys.tobytes()
-    return [raw[at : at + 32] for at in range(0, len(raw), 32)]
+    listed: list[bytes] = keys.view("V32").ravel().tolist()
+    return listed
 
 
 def mix(numbers: Blocks) -> Blocks:

@@ -169,9 +169,9 @@ def check_token_array(
     `covered(length)` tells for each position whether an item's row does; it is called only where
     an id is outside.
     """
-    outside = np.flatnonzero((prompt < 0) | (prompt >= vocab_size))
-    if not len(outside):
+    if not len(prompt) or prompt.view(np.uint32).max() < vocab_size:  # negative ids are large ones
         return
+    outside = np.flatnonzero((prompt < 0) | (prompt >= vocab_size))
     wrong = outside[~covered(len(prompt))[outside]]
     if len(wrong):
         raise BadRequestError(

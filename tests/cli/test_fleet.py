@@ -98,6 +98,11 @@ def test_adapters_are_named_on_the_command_line_or_among_a_models_options(
         ("models: [{engines: many}]", "engines"),
         ("models: [{engines: 3, max_engines: 2}]", "more engines than max_engines"),
         ("models: [{target_wait: 0}]", "target_wait of nano is above 0"),
+        ("models: []", "models names no model"),
+        ("models: [{options: {max-num-seqs: x}}]", "max-num-seqs must be a number, got 'x'"),
+        ("models: [{options: {max-model-len: 1.5}}]", "max-model-len must be a number"),
+        ("models: [{options: {kv-cache-gb: [1, 2]}}]", "kv-cache-gb must be one value"),
+        ("models: [{options: {prefix-caching: maybe}}]", "prefix-caching must be true or false"),
         ("frontends: 0", "frontends is at least 1"),
         ("- x", "not a list of OPTION"),
         ("{", "is not YAML"),
@@ -118,6 +123,13 @@ def test_on_a_network_a_front_end_may_have_all_connections_of_an_engine() -> Non
     options = Options(max_connections_per_address=int(given["--max-connections-per-address"]))
     connections = resolve(options).server.connections
     assert connections.max_per_address >= connections.max_connections
+
+
+def test_a_model_on_the_command_line_and_in_the_file_is_a_mistake(tmp_path: Path) -> None:
+    path = written(tmp_path, "models: [{model: nano-ear}]\n")
+    with pytest.raises(ConfigError, match=r"--model: .* names its models"):
+        read_fleet(path, {"model": "nano"})
+    assert read_fleet(written(tmp_path, "port: 1\n"), {"model": "x"}).groups[0].model == "x"
 
 
 def test_without_ray_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

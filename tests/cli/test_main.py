@@ -19,7 +19,7 @@ from lookonce.cli.help import COMMANDS
 from lookonce.cli.main import BENCHMARKS, app, main, run_benchmark
 from lookonce.cli.options import GROUPS, HELP, options_from
 from lookonce.config import OPTION_RANGES, Options, resolve
-from lookonce.errors import ConfigError
+from lookonce.errors import ConfigError, ModelLoadError
 from lookonce.types.kv import parse_tier_spec
 from tests.support.drawing import encoded, picture
 
@@ -115,6 +115,7 @@ MISTAKES = [
     (["serve", "--config", "/nowhere.yaml"], "/nowhere.yaml"),
     (["serve", "--kv-cache-gb", "1000000"], "--kv-cache-gb"),
     (["serve", "--max-model-len", "1000000"], "--max-model-len is at most 4096"),
+    (["serve", "--tensor-parallel", "3"], "--tensor-parallel 3: the model has 4 attention heads"),
     *(
         (["serve", "--kv-tier", spec], "--kv-tier")
         for spec in ("host", "host:4", "disk:relative:1GB", "lmcache://", "valkey://")
@@ -150,6 +151,14 @@ def refused(monkeypatch, capsys, *arguments: str) -> str:
 @pytest.mark.parametrize(("arguments", "named"), MISTAKES)
 def test_a_mistake_is_one_line_and_status_2(monkeypatch, capsys, arguments, named):
     assert named in refused(monkeypatch, capsys, *arguments)
+
+
+def test_so_is_a_model_that_cannot_be_loaded(monkeypatch, capsys):
+    def run_server(options: Options) -> int:
+        raise ModelLoadError("the weights of /m do not load")
+
+    monkeypatch.setattr("lookonce.cli.serve.run_server", run_server)
+    assert "the weights of /m" in refused(monkeypatch, capsys, "serve")
 
 
 def test_kernels_that_cannot_be_had_are_refused_before_anything_loads(monkeypatch, capsys):

@@ -108,6 +108,8 @@ def test_the_prices_that_ship_can_be_read() -> None:
         ({"speed": 0.0}, "--speed is above 0"),
         ({"trace": "/nowhere", "shape": ()}, "/nowhere cannot be read"),
         ({"prices": Path("/nowhere")}, "/nowhere cannot be read"),
+        ({"json_file": Path("/nowhere/x")}, "--json: /nowhere/x cannot be written"),
+        ({"plot": Path("/")}, "--plot: / cannot be written"),
     ],
 )
 def test_what_is_wrong_is_named(given: dict, named: str) -> None:

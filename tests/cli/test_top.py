@@ -5,13 +5,16 @@ from __future__ import annotations
 import io
 from collections import Counter
 from functools import partial
+from http.server import BaseHTTPRequestHandler
+from socketserver import UnixStreamServer
+from threading import Thread
 
 import httpx
 import pytest
 from rich.console import Console
 
 from lookonce.cli.top import Snapshot, View, render, run_top, take_snapshot
-from lookonce.errors import UnavailableError
+from lookonce.errors import ConfigError, UnavailableError
 
 METRICS = """\
 # TYPE lookonce_num_requests_running gauge
@@ -87,7 +90,7 @@ def test_it_shows_requests_tenants_reuse_and_tiers():
     text = shown(View(taken(), url="http://server"))
     assert "a model, LookOnce 1.2.3 at http://server: ready" in text
     assert "running 3  waiting 7" in text
-    assert "failed 3" in text
+    assert "failed 3  refused 6 (by limits 0)" in text
     lines = {line.split("  ")[0].strip(): line for line in text.splitlines()}
     assert "75%" in lines["prefix cache"]
     assert lines["red"].split() == ["red", "5"]
@@ -115,6 +118,68 @@ def test_quantiles_are_interpolated_and_absent_without_requests():
     assert view.quantile("time_to_first_token_seconds", 0.75) == pytest.approx(0.15)
     assert View(taken(), taken()).quantile("time_to_first_token_seconds", 0.5) is None
     assert view.quantile("request_queue_seconds", 0.5) is None
+
+
+def test_of_a_fleet_it_adds_up_what_all_engines_say():
+    """A front-end labels each engine's metrics; one's name may begin as a status does."""
+
+    def of_engine(line: str, name: str) -> str:
+        metric, value = line.split()
+        name = f'engine="{name}"'
+        labelled = metric.replace("{", "{" + name + ",") if "{" in metric else f"{metric}{{{name}}}"
+        return f"{labelled} {value}"
+
+    lines = METRICS.splitlines()
+    told = [
+        each if each.startswith("#") else f"{of_engine(each, '5a')}\n{of_engine(each, 'idle0')}"
+        for each in [*lines, "lookonce_kv_cache_usage_ratio 0.5"]
+    ]
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/metrics":
+            return httpx.Response(200, text="\n".join(told) + "\n")
+        return httpx.Response(
+            200, json={"status": "ready"} if "ready" in str(request.url) else STATE
+        )
+
+    with httpx.Client(transport=httpx.MockTransport(answer), base_url="http://fleet") as client:
+        view = View(take_snapshot(client))
+    text = shown(view)
+    assert "running 6  waiting 14" in text
+    assert "failed 6  refused 12 (by limits 0)" in text
+    assert "KV blocks in use 50%" in text
+    assert view.quantile("time_to_first_token_seconds", 0.5) == pytest.approx(0.1)
+    assert next(line for line in text.splitlines() if line.startswith("disk")).split()[1] == "50%"
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://there", "http://"])
+def test_what_is_no_url_is_refused_as_an_option(url):
+    with pytest.raises(ConfigError, match="--url must be http://HOST:PORT"):
+        run_top(url, None, interval=1.0, once=True)
+
+
+class Answers(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        known = {"/ready": '{"status": "ready"}', "/metrics": METRICS}
+        body = known.get(self.path, "").encode()
+        self.send_response(200 if body else 403)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None: ...
+
+
+def test_a_server_on_a_unix_socket_is_asked_there(tmp_path):
+    path = str(tmp_path / "http")
+    file = io.StringIO()
+    with UnixStreamServer(path, Answers) as listening:
+        thread = Thread(target=listening.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        run_top(f"unix:{path}", None, interval=1.0, once=True, console=Console(file=file))
+        listening.shutdown()
+        thread.join()
+    assert f"LookOnce at unix:{path}: ready" in file.getvalue().replace("\n", "")
 
 
 def test_what_is_no_server_is_one_clear_line():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 
 import numpy as np
 from hypothesis import given
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from lookonce.core.block_pool import BlockPool
 from lookonce.core.request import Sequence
 from lookonce.core.scheduler import Scheduler
+from lookonce.core.scheduler_state import SchedulerOutput
 from lookonce.types.sampling import SamplingParams
 from lookonce.types.step import StepPlan, StepResult
 from tests.support.core.builders import Limits, make_scheduler, request, text
@@ -46,13 +48,12 @@ def token_of(seq_id: int, at: int) -> int:
     return 3 + (17 * seq_id + at) % 800
 
 
-def one_step(scheduler: Scheduler) -> bool:
-    """A step whose tokens are `token_of` sequence and position. False: nothing to do."""
+def one_step(scheduler: Scheduler) -> SchedulerOutput | None:
+    """A step whose tokens are `token_of` sequence and position. None: nothing to do."""
     plan = scheduler.plan()
     if plan is None:
-        return False
-    scheduler.update_from_output(plan, StepResult(token_ids=tokens_of(plan)))
-    return True
+        return None
+    return scheduler.update_from_output(plan, StepResult(token_ids=tokens_of(plan)))
 
 
 def tokens_of(plan: StepPlan) -> tuple[int, ...]:
@@ -81,8 +82,21 @@ def seen(scheduler: Scheduler) -> object:
             for s in state.queues.decoding
         ],
         [s.tokens.view().tolist() for s in state.queues.decoding],
+        [(each, request.num_active) for each, request in state.queues.requests.items()],
+        state.finished,
+        scheduler._planner.step_id,
         scheduler.stats(),
     )
+
+
+def ends(outputs: Iterable[SchedulerOutput | None]) -> list[object]:
+    """What clients are told of the ends of their requests."""
+    found: list[object] = []
+    for output in outputs:
+        if output is not None:
+            found += [each for each in output.deltas if each.finish_reason is not None]
+            found += output.released
+    return found
 
 
 @given(
@@ -98,7 +112,7 @@ def test_a_run_equals_its_steps(
     told = [Told(each._state.block_pool) for each in pairs]
     waiting = deque((0, *each) for each in prompts)
     waiting.extend((at, 4, answer) for at, answer in sorted(later))
-    number = steps = runs = 0
+    number = steps = 0
     while waiting or any(each.has_work for each in pairs):
         while waiting and waiting[0][0] <= steps:
             _, length, answer = waiting.popleft()
@@ -113,11 +127,13 @@ def test_a_run_equals_its_steps(
         if waiting:
             count = min(count, waiting[0][0] - steps)
         if count > 0:
-            runs += 1
             fast.decode_runs.advance(count, next_tokens)
-            for _ in range(count):
-                one_step(single)
-            single.take_output()
+            by_steps = ends([one_step(single) for _ in range(count)])
+            assert ends([fast.take_output()]) == by_steps
+        elif fast.decode_runs.forget_finished():
+            count = 1
+            assert ends([one_step(single)]) == []
+            assert single.plan() is None
         else:
             count = 1
             assert one_step(single) == one_step(fast)

@@ -420,7 +420,9 @@ async def test_a_load_reaches_all_engines_that_take_adapters_and_is_known_when_i
         found = {(await served.ask(str(n), model="letters")).json()["engine"] for n in range(8)}
         assert found <= {"a", "b"}
         assert (await served.client.post("/v1/unload_lora_adapter", json=body)).status_code == 200
-        assert (await served.ask(model="letters")).status_code == 404
+        refused = await served.ask(model="letters")
+        assert refused.status_code == 404
+        assert refused.json()["error"]["param"] == "model"
     async with serving(FakeEngine("a", answer=load), FakeEngine("full", answer=load)) as served:
         refused = await served.client.post("/v1/load_lora_adapter", json=body)
         assert (refused.status_code, "8 adapters" in refused.text) == (400, True)

@@ -465,6 +465,26 @@ def test_engines_that_measure_about_the_same_get_equally_much(slower: float, mos
     assert (used.count(slow) == 3) == (slower < 2)
 
 
+def test_a_picture_that_took_long_does_not_make_an_engine_slow() -> None:
+    """The time of a first token that nothing explains may be anything: a wait for cores, too."""
+    fleet = Fleet("a", "b")
+    for engine, factor in zip(fleet.router.engines.values(), (1.8, 1.0), strict=True):
+        for n in range(1, 9):
+            told = load(prompt_tokens=1000 + 1000 * n, prompt_seconds=1.0 + factor * n)
+            fleet.router.apply(engine, [told])
+    for other, seconds in (("b", 5.0), ("a", 0.3)):
+        name, route = fleet.send(identity(chat([picture(other.encode())])), (other,))
+        fleet.router.answered(route, seconds)
+        fleet.router.ended(name, route)
+    a, b = fleet.router.engines.values()
+    assert a.rates.processing > 5 * b.rates.processing
+    used = [fleet.send(identity(chat(f"{n}" * 4000)))[1].engine for n in range(6)]
+    assert used.count(a) == used.count(b) == 3
+    pictures = [identity(chat([picture(name)])) for name in (b"c", b"d", b"e", b"f")]
+    used += [fleet.send(each)[1].engine for each in pictures]
+    assert used.count(a) == used.count(b) == 5
+
+
 def test_models_are_apart() -> None:
     router = Router()
     router.add_engine("a", "nano", follows=False)

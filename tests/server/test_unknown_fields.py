@@ -168,6 +168,28 @@ def test_each_field_is_logged_once_and_not_without_end(caplog):
     assert len(caplog.records) == MAX_LOGGED
 
 
+def test_a_field_in_a_list_is_logged_by_its_name_once(caplog):
+    fields = UnknownFields()
+    with caplog.at_level(logging.WARNING):
+        for place in ("messages[0].content[1]", "messages[7].content[12]"):
+            fields.judge([f"{place}.video_url.detial"], ChatRequest)
+        fields.judge(["messages[0].content[1].sk-secret[1]"], ChatRequest)
+    assert [record.getMessage().partition(": ")[2] for record in caplog.records] == [
+        "messages[].content[].video_url.detial (did you mean detail?)",
+        "(not a field's name)",
+    ]
+
+
+def test_fields_without_effect_are_told_beside_unknown_ones(on_site):
+    async def scenario(site):
+        told = (await site.chat(store=True, user="me", temprature=1)).headers[HEADER]
+        assert told == (
+            "ignored unknown fields: temprature (did you mean temperature?); ignored: store, user"
+        )
+
+    on_site(scenario)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_decoded_strictly_equals_what_is_decoded_otherwise(kind):
     body = {

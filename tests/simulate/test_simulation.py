@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import cast
 
@@ -21,7 +22,7 @@ from lookonce.engine.process_io import EngineSettings
 from lookonce.errors import ConfigError
 from lookonce.simulate.cores import Cores
 from lookonce.simulate.engine import EngineSpec, VirtualClock
-from lookonce.simulate.prices import Prices
+from lookonce.simulate.prices import NANO_PRICES, Prices, read_prices
 from lookonce.simulate.simulation import ROUTERS, FleetSpec, Sent, Simulation, identity_of
 from lookonce.simulate.trace import (
     GENERATORS,
@@ -104,6 +105,18 @@ def test_one_core_is_shared_by_all_that_a_server_does() -> None:
         shared,
     )
     assert [each.ended for each in stepped] == pytest.approx([first.ended, second.ended])
+
+
+def test_streaming_slows_the_api_process_and_no_core_beside_it() -> None:
+    """With a core for the engine and one for the API process all is as with cores of their own."""
+    prices = msgspec.structs.replace(PRICES, stream_token=0.4)
+    requests = [asked(0.0, 100, 20), asked(3.0, 50, 2, name=2)]
+    alone = run(requests, prices=prices)
+    shared = run(requests, prices=msgspec.structs.replace(prices, cores=2.0))
+    assert [each.first_token for each in shared] == pytest.approx([e.first_token for e in alone])
+    assert [each.ended for each in shared] == pytest.approx([each.ended for each in alone])
+    unslowed = run(requests)
+    assert alone[1].first_token > unslowed[1].first_token + 0.1
 
 
 @given(
@@ -222,14 +235,16 @@ def test_every_request_ends_once_and_a_seed_decides_everything(name: str, router
 @pytest.mark.parametrize("name", GENERATORS)
 @pytest.mark.parametrize("gigabytes", [0.1, 0.0015])
 def test_runs_of_steps_equal_single_steps(name: str, gigabytes: float) -> None:
+    """With prices that depend on the context, of steps and of what streaming slows."""
+    prices = msgspec.structs.replace(read_prices(NANO_PRICES), kv_token_bytes=1024)
     engine = EngineSpec(kv_cache_bytes=int(gigabytes * (1 << 30)))
-    requests = list(GENERATORS[name](SHAPE))
-    several = run(requests, FleetSpec(engine=engine), Prices())
+    requests = list(GENERATORS[name](replace(SHAPE, rate=20.0, think_seconds=1.0)))
+    several = run(requests, FleetSpec(engine=engine), prices)
     each = msgspec.structs.replace(engine, every_step=True)
-    single = run(requests, FleetSpec(engine=each), Prices())
+    single = run(requests, FleetSpec(engine=each), prices)
     for one, other in zip(several, single, strict=True):
-        assert one.first_token == pytest.approx(other.first_token)
-        assert one.ended == pytest.approx(other.ended)
+        assert one.first_token == pytest.approx(other.first_token, rel=1e-9)
+        assert one.ended == pytest.approx(other.ended, rel=1e-9)
         assert (one.cached_tokens, one.failed) == (other.cached_tokens, other.failed)
 
 

@@ -4,14 +4,22 @@ It loads its part of the model, executes the plans that the engine process sends
 the engine process. What it samples is what rank 0 tells; it has no scheduler and no client.
 """
 
+# ruff: noqa: E402  what follows the first lines takes seconds to import
+
 from __future__ import annotations
 
 import ctypes
+import signal
+import sys
+
+PR_SET_PDEATHSIG = 1
+if __name__ == "__main__" and sys.platform == "linux":
+    # Also a rank that stands still, or is still importing what follows, ends with rank 0.
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
 import logging
 import os
 import select
-import signal
-import sys
 import threading
 from collections.abc import Callable
 
@@ -69,12 +77,7 @@ def _end_with(descriptor: int) -> None:
     os._exit(0)
 
 
-PR_SET_PDEATHSIG = 1
-
-
 def main() -> None:
-    if sys.platform == "linux":  # also one that stands still ends with rank 0
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     for number in (signal.SIGINT, signal.SIGHUP):  # rank 0's parent gets them too, and decides
         signal.signal(number, signal.SIG_IGN)
     descriptor = int(sys.argv[1])

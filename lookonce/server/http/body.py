@@ -31,6 +31,7 @@ from lookonce.server.http.responses import ClientLeftError
 from lookonce.server.http.unknown_fields import (
     ignored_fields,
     note_ignored,
+    noting_kind,
     strict_kind,
     unknown_fields,
     unknown_part_fields,
@@ -165,7 +166,7 @@ def parse_reporting(body: bytes, kind: type[T]) -> tuple[T, list[str]]:
     try:
         request: T = _decoder(strict_kind(kind)).decode(body)
     except (ValueError, RecursionError):
-        request = parse(body, kind)
+        request = parse(body, noting_kind(kind))
         return request, unknown_fields(body, kind) + unknown_part_fields(request)
     if isinstance(request, RefusesUnsupported):
         refuse_unsupported(request)

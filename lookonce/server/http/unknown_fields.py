@@ -36,8 +36,10 @@ MAX_NAME = 60
 """Unknown fields that a warning names, and characters of each."""
 MAX_LOGGED = 100
 """Different fields that a process logs: clients can think of as many as they like."""
-LOGGED_NAME = re.compile(r"[a-z_.]+")
-"""What a log may show: clients could put anything into a name, and keys and codes have digits."""
+LOGGED_NAME = re.compile(r"([a-z_.]|\[\])+")
+"""What a log may show, positions left out: clients could put anything into a name, and keys and
+codes have digits."""
+POSITION = re.compile(r"\[\d+\]")
 LIKENESS = 0.75
 """How alike a field must be to be the one that was meant."""
 PART_FIELDS: dict[str, frozenset[str]] = {
@@ -72,7 +74,9 @@ class UnknownFields:
         self._logged: set[str] = set()
 
     def judge(self, names: Sequence[str], kind: type[msgspec.Struct]) -> str:
-        """The warning for a request of this kind; raises `BadRequestError` where it is refused."""
+        """The warning for a request of this kind; raises `BadRequestError` where it is refused.
+
+        The log has each name once, wherever it stood in a list."""
         described = [_described(name, kind) for name in names[:MAX_NAMED]]
         if self._strict:
             raise BadRequestError(
@@ -93,6 +97,7 @@ class UnknownFields:
         return f"ignored: {', '.join(names)}"
 
     def _log(self, name: str, described: str) -> None:
+        name, described = POSITION.sub("[]", name), POSITION.sub("[]", described)
         if name in self._logged or len(self._logged) >= MAX_LOGGED:
             return
         self._logged.add(name)
@@ -108,7 +113,7 @@ def note_ignored(request: Request, fields: UnknownFields, names: Sequence[str]) 
 
 def ignored_fields(request: msgspec.Struct) -> list[str]:
     """Names of `ACCEPTED_FIELDS` that ask for something and that nothing reads. `request` was
-    decoded by `strict_kind`, or has none."""
+    decoded by `strict_kind` or `noting_kind`, or has none."""
     found = []
     for name in _accepted(type(request)):
         value = getattr(request, name)
@@ -119,7 +124,7 @@ def ignored_fields(request: msgspec.Struct) -> list[str]:
 
 @cache
 def _accepted(kind: type[msgspec.Struct]) -> tuple[str, ...]:
-    """Those that `strict_kind` has added to `kind`."""
+    """Those that `strict_kind` or `noting_kind` has added to `kind`."""
     types_of = {field.name: field.type for field in msgspec.structs.fields(kind)}
     return tuple(sorted(n for n in ACCEPTED_FIELDS if types_of.get(n) is Any))
 
@@ -172,6 +177,16 @@ def _unknown_in_parts(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 def _known_fields(part: object) -> frozenset[str] | None:
     kind = part.get("type") if isinstance(part, dict) else None
     return PART_FIELDS.get(kind) if isinstance(kind, str) else None
+
+
+@cache
+def noting_kind(kind: type[msgspec.Struct]) -> Any:
+    """`kind` as a struct that has the accepted fields, too, and passes over unknown ones."""
+    known = {field.encode_name for field in msgspec.structs.fields(kind)}
+    added: list[tuple[str, Any, Any]] = [
+        (name, Any, None) for name in ACCEPTED_FIELDS if name not in known
+    ]
+    return msgspec.defstruct(kind.__name__, added, bases=(kind,), kw_only=True)
 
 
 @cache
