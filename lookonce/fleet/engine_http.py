@@ -51,8 +51,6 @@ class EngineLostError(Exception):
 class NoDescriptorError(UnavailableError):
     """This process can open no connection now; the engine may be well. An answer of 503."""
 
-    code = "no_descriptor"
-
 
 class IdleConnections:
     """Connections to all engines of a fleet that wait for their next request."""

@@ -732,7 +732,7 @@ async def test_a_front_end_without_descriptors_says_so_of_itself_and_closes_what
             refused = await served.ask()
             assert refused.status_code == 503
             assert refused.headers["retry-after"]
-            assert refused.json()["error"]["code"] == "no_descriptor"
+            assert refused.json()["error"]["code"] == "unavailable"
             for member in served.fleet.members.values():
                 member.look()
         await served.until(lambda: len(served.fleet.ready()) == 2)
