@@ -251,7 +251,7 @@ def test_a_rolling_update_fails_no_request(fleet: RunningFleet) -> None:
 def test_a_queue_that_costs_too_much_gets_another_engine(fleet: RunningFleet) -> None:
     before = {engine["name"] for engine in fleet.engines()}
     with Bystanders(fleet, number=6, max_tokens=64) as bystanders:
-        fleet.scale(2, seqs=6, max_engines=3, target_wait=0.002, **DELAYS)
+        fleet.scale(2, seqs=6, max_engines=3, target_wait=0.0005, **DELAYS)
         fleet.until_engines(3)
         assert before < {engine["name"] for engine in fleet.engines()}
     fleet.until_engines(2)
