@@ -121,10 +121,12 @@ def check_length(config: Config) -> None:
     The engine knows a model's length exactly; this is the most that its files could mean.
     """
     wanted = config.model.max_model_len
-    model = {} if wanted is None else _model_config(config)
+    if wanted is None:
+        return
+    model = _model_config(config)
     stated = [n for n in _numbers(model, "max_position_embeddings") if n >= 1]
     factor = max(1.0, *_numbers(model, "factor"), 0.0)
-    if stated and wanted is not None and wanted > max(stated) * factor:
+    if stated and wanted > max(stated) * factor:
         raise ConfigError(
             f"--max-model-len is at most {int(max(stated) * factor)} for this model, got {wanted}"
         )

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import logging
 import os
 import re
@@ -27,6 +26,7 @@ import sys
 import tempfile
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,7 @@ from lookonce.fleet.frontend import EngineAddress, EngineKeys, Fleet, Frontend
 from lookonce.fleet.router import QueuePrice, Router, engines_wanted
 from lookonce.fleet.server import FrontendServer, ListenerOwner, listening, shared_listener
 from lookonce.fleet.subscriber import EventSubscriber
+from lookonce.ipc.worker_process import die_with_parent
 
 logger = logging.getLogger("lookonce.fleet")
 
@@ -68,7 +69,6 @@ KNOWN_SECONDS = 10.0
 takes another's place must not refuse what that one would have served."""
 HEALTH_SECONDS = 2.0
 SERVING = re.compile(r"^Serving .* on (?:http://)?(\S+)$")
-PR_SET_PDEATHSIG = 1
 ENGINE, FRONTEND = "Engine", "Frontend"
 
 
@@ -120,7 +120,7 @@ class Engine:
             text=True,
             env={**os.environ, **self._group.environment},
             start_new_session=True,
-            preexec_fn=_end_with_parent,
+            preexec_fn=partial(die_with_parent, signal.SIGTERM),
         )
         http = self._wait_ready()
         self._address = EngineAddress("", self._group.name, http, self._events, self._replay)
@@ -185,11 +185,6 @@ class Engine:
         except subprocess.TimeoutExpired:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._folder.cleanup()
-
-
-def _end_with_parent() -> None:
-    """In a new process: SIGTERM comes when the thread that started it has ended."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 class FrontendReplica:

@@ -4,35 +4,26 @@ It loads its part of the model, executes the plans that the engine process sends
 the engine process. What it samples is what rank 0 tells; it has no scheduler and no client.
 """
 
-# ruff: noqa: E402  what follows the first lines takes seconds to import
-
 from __future__ import annotations
-
-import ctypes
-import signal
-import sys
-
-PR_SET_PDEATHSIG = 1
-if __name__ == "__main__" and sys.platform == "linux":
-    # Also a rank that stands still, or is still importing what follows, ends with rank 0.
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 import logging
 import os
 import select
+import signal
+import sys
 import threading
 from collections.abc import Callable
 
 import msgspec
 
 from lookonce.core.block_pool import BlockPool
-from lookonce.engine.process.load_engine import load_rank, make_runner
 from lookonce.engine.process.tensor_parallel import joined_socket
 from lookonce.engine.process_io import EngineSettings
 from lookonce.engine.supervisor.child_process import EXIT_REFUSED
 from lookonce.errors import ConfigError, ModelLoadError, ProtocolError
 from lookonce.ipc.framing import MessageSocket
 from lookonce.ipc.rank_messages import JoinGroup, rank_decoder, step_plan
+from lookonce.ipc.worker_process import die_with_parent
 from lookonce.types.logs import configure_logging
 from lookonce.types.ports import ModelRunner
 from lookonce.types.step import StepResult
@@ -42,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 def run(link: MessageSocket) -> None:
     """Join, load, and execute plans until the connection ends."""
+    from lookonce.engine.process.load_engine import load_rank, make_runner  # torch: seconds
+
     decoder = rank_decoder()
     frames, _ = link.receive()
     join = decoder.decode(frames)
@@ -78,6 +71,7 @@ def _end_with(descriptor: int) -> None:
 
 
 def main() -> None:
+    die_with_parent()  # a rank that stands still, or is still importing torch, ends with rank 0
     for number in (signal.SIGINT, signal.SIGHUP):  # rank 0's parent gets them too, and decides
         signal.signal(number, signal.SIG_IGN)
     descriptor = int(sys.argv[1])

@@ -20,7 +20,6 @@ import ctypes
 import os
 import platform
 import resource
-import signal
 import struct
 import sys
 from collections.abc import Callable
@@ -29,7 +28,7 @@ import msgspec
 
 MAX_OPEN_FILES = 64
 
-PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS = 1, 38
+PR_SET_NO_NEW_PRIVS = 38
 CAPABILITY_VERSION_3 = 0x20080522
 SECCOMP_SET_MODE_FILTER, SECCOMP_FILTER_FLAG_TSYNC = 1, 1
 LANDLOCK_CREATE_RULESET, LANDLOCK_RESTRICT_SELF = 444, 446
@@ -83,12 +82,6 @@ class SandboxReport(msgspec.Struct, frozen=True, array_like=True):
 
     active: tuple[str, ...] = ()
     refused: dict[str, str] = {}
-
-
-def die_with_parent() -> None:
-    """Let the kernel kill this process when the thread that started it ends; Linux only."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def limit_resources(address_space: int) -> None:

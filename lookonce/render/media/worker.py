@@ -55,6 +55,7 @@ from lookonce.errors import (
 from lookonce.ipc.codec import MessageDecoder, MessageEncoder, ReadSlab
 from lookonce.ipc.framing import MessageSocket, close_fds
 from lookonce.ipc.peer import peer_pid, peer_uid, require_same_user
+from lookonce.ipc.worker_process import die_with_parent
 from lookonce.render.media.film_decoding import (
     FilmLimits,
     decode_frames,
@@ -79,12 +80,7 @@ from lookonce.render.media.processing import (
     decode_image,
     processing_settings,
 )
-from lookonce.render.media.sandbox import (
-    SandboxReport,
-    close_sandbox,
-    die_with_parent,
-    limit_resources,
-)
+from lookonce.render.media.sandbox import SandboxReport, close_sandbox, limit_resources
 from lookonce.types.logs import (
     LogConfig,
     LogFormat,
