@@ -16,7 +16,6 @@ that are still held somewhere.
 from __future__ import annotations
 
 import hashlib
-from collections import OrderedDict
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, Literal
@@ -26,6 +25,7 @@ from blake3 import blake3
 
 from lookonce.errors import ConflictError
 from lookonce.types.media import UuidBinding
+from lookonce.types.tenant_lru import TenantLRU
 
 HashAlgorithm = Literal["blake3", "sha256"]
 DIGEST_BYTES = 32
@@ -161,17 +161,13 @@ MAX_BINDINGS = 65_536
 
 
 class UuidBindings:
-    """(scope, uuid) → MediaHash, `max_bindings` of all tenants together.
-
-    When there are too many, the tenant that has most loses the one it used longest ago: nobody
-    loses any to another tenant before it has more than an equal share.
-    """
+    """(scope, uuid) → MediaHash, `max_bindings` of all tenants together, shared between them as
+    `TenantLRU` does."""
 
     def __init__(self, max_bindings: int = MAX_BINDINGS) -> None:
-        self._max = max_bindings
         self._bound: dict[bytes, UuidBinding] = {}
-        self._tenants: dict[str, OrderedDict[bytes, None]] = {}
-        """Tenant → names that are bound in its scopes, the one used longest ago first."""
+        self._names = TenantLRU[bytes, None](max_bindings)
+        """Of each tenant, those that are bound in its scopes."""
         self._fresh: dict[bytes, None] = {}
         """Names that were bound here since the last `take_fresh`."""
 
@@ -192,7 +188,7 @@ class UuidBindings:
         bound = self._bound.get(name_digest(scope, uuid))
         if bound is None:
             return None
-        self._tenants[bound.tenant].move_to_end(bound.name)
+        self._names.get(bound.tenant, bound.name)
         return bound.digest
 
     def peek(self, scope: bytes, uuid: str) -> bytes | None:
@@ -226,13 +222,13 @@ class UuidBindings:
 
     def check_integrity(self) -> None:
         """Raises `AssertionError` naming the rule that is broken. O(n)."""
-        listed = [(name, tenant) for tenant, names in self._tenants.items() for name in names]
+        self._names.check_integrity()
         rules = {
-            "no more are bound than allowed": len(self._bound) <= self._max,
-            "each is listed once, for its tenant": dict(listed)
-            == {name: bound.tenant for name, bound in self._bound.items()}
-            and len(listed) == len(self._bound),
-            "no tenant without bindings is listed": all(self._tenants.values()),
+            "each is listed once, for its tenant": {
+                (bound.tenant, name) for name, bound in self._bound.items()
+            }
+            == set(self._names)
+            and len(self._names) == len(self._bound),
             "what is fresh is bound": self._fresh.keys() <= self._bound.keys(),
         }
         broken = [rule for rule, holds in rules.items() if not holds]
@@ -240,22 +236,13 @@ class UuidBindings:
             raise AssertionError(broken)
 
     def _put(self, binding: UuidBinding) -> None:
-        self._forget(binding.name)
+        before = self._bound.get(binding.name)
+        if before is not None and before.tenant != binding.tenant:
+            self._names.remove(before.tenant, before.name)
         self._bound[binding.name] = binding
-        self._tenants.setdefault(binding.tenant, OrderedDict())[binding.name] = None
-        if len(self._bound) > self._max:
-            most = max(self._tenants.values(), key=len)
-            name = next(iter(most))
-            self._forget(name)
+        for _, name in self._names.put(binding.tenant, binding.name, None):
+            del self._bound[name]
             self._fresh.pop(name, None)
-
-    def _forget(self, name: bytes) -> None:
-        bound = self._bound.pop(name, None)
-        if bound is not None:
-            names = self._tenants[bound.tenant]
-            del names[name]
-            if not names:
-                del self._tenants[bound.tenant]
 
 
 def name_digest(scope: bytes, uuid: str) -> bytes:

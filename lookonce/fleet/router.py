@@ -30,7 +30,6 @@ from typing import NamedTuple
 from blake3 import blake3
 
 from lookonce.config import ENCODER_TOPIC, ITEM_TOPIC
-from lookonce.fleet.bindings import TenantBindings
 from lookonce.fleet.identity import Identity, Medium
 from lookonce.fleet.index import DEFAULT_MAX_ENTRIES, DigestIndex, short
 from lookonce.fleet.subscriber import (
@@ -42,6 +41,7 @@ from lookonce.fleet.subscriber import (
     PromptComputed,
 )
 from lookonce.types.lora import adapted_item_key
+from lookonce.types.tenant_lru import TenantLRU
 
 MAX_PROMPT_NODES = 200_000
 MAX_ALIASES = 65_536
@@ -333,13 +333,13 @@ class Router:
         self._followed: set[int] = set()
         """Engines that send events: what they do not tell of they do not hold."""
         self._nodes: OrderedDict[int, _Node] = OrderedDict()
-        self._aliases = TenantBindings[int, bytes](MAX_ALIASES)
+        self._aliases = TenantLRU[int, bytes](MAX_ALIASES)
         """Alias → key of the item."""
         self._lengths: OrderedDict[int, int] = OrderedDict()
         """Key of a media item → its tokens."""
         self._usual_length: dict[str, float] = {}
-        self._sessions = TenantBindings[int, str](MAX_SESSIONS)
-        self._stored = TenantBindings[str, str](MAX_STORED)
+        self._sessions = TenantLRU[int, str](MAX_SESSIONS)
+        self._stored = TenantLRU[str, str](MAX_STORED)
         self._running: dict[str, list[Route]] = {}
         """Id of a request → the routes with it: clients choose ids, and two may choose the same."""
         self._chars_per_token = DEFAULT_CHARS_PER_TOKEN

@@ -26,7 +26,7 @@ import sys
 import threading
 import time
 import weakref
-from collections import Counter, OrderedDict, deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -72,12 +72,14 @@ from lookonce.types.memory import give_memory_back
 from lookonce.types.request import client_request_id
 from lookonce.types.sampling import CompiledGrammar, Grammar
 from lookonce.types.stack_samples import samples_folder
+from lookonce.types.tenant_lru import TenantLRU
 
 logger = logging.getLogger(__name__)
 
 WORKERS = 3
 """Threads, each with a process, started when they are needed. One tenant has at most two of them:
-a grammar that takes long leaves one to the tenant's others, and one to the other tenants."""
+a grammar that takes long leaves one to the tenant's others, and one to the other tenants. Beside
+them one spare process is kept started: it takes the place of one that was killed."""
 MAX_WAITING = 64
 """Different grammars of one tenant that may wait or be compiled; more are refused with 429."""
 CACHE_BYTES = 128 << 20
@@ -474,46 +476,25 @@ def grammar_key(tenant: str, grammar: Grammar) -> Key:
 
 
 class GrammarCache:
-    """Compiled grammars, and refusals, within a budget of bytes.
-
-    When there are too many, the least recently used of the tenant that holds most is dropped: no
-    tenant can drop those of others before it has used its own share.
-    """
+    """Compiled grammars, and refusals, within a budget of bytes that tenants share as `TenantLRU`
+    says. One that is larger than the budget is not held, and drops nothing."""
 
     def __init__(self, capacity_bytes: int) -> None:
-        self._capacity_bytes = capacity_bytes
-        self._tenants: dict[str, OrderedDict[bytes, CompiledGrammar | LookOnceError]] = {}
-        self._bytes: Counter[str] = Counter()
+        self._held = TenantLRU[bytes, CompiledGrammar | LookOnceError](
+            capacity_bytes, _cached_bytes
+        )
 
     @property
     def nbytes(self) -> int:
-        return self._bytes.total()
+        return self._held.cost
 
     def get(self, key: Key) -> CompiledGrammar | LookOnceError | None:
-        tenant, digest = key
-        held = self._tenants.get(tenant)
-        if held is None or digest not in held:
-            return None
-        held.move_to_end(digest)
-        return held[digest]
+        return self._held.get(*key)
 
     def put(self, key: Key, value: CompiledGrammar | LookOnceError) -> None:
-        tenant, digest = key
-        size = _cached_bytes(value)
-        if size > self._capacity_bytes or self.get(key) is not None:
-            return
-        self._tenants.setdefault(tenant, OrderedDict())[digest] = value
-        self._bytes[tenant] += size
-        while self.nbytes > self._capacity_bytes:
-            self._drop_one()
-
-    def _drop_one(self) -> None:
-        tenant, _ = self._bytes.most_common(1)[0]
-        held = self._tenants[tenant]
-        _, value = held.popitem(last=False)
-        self._bytes[tenant] -= _cached_bytes(value)
-        if not held:
-            del self._tenants[tenant], self._bytes[tenant]
+        """What is held already stays."""
+        if self.get(key) is None:
+            self._held.put(*key, value)
 
 
 def _cached_bytes(value: CompiledGrammar | LookOnceError) -> int:
