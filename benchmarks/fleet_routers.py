@@ -138,13 +138,13 @@ ROUTERS: dict[str, type[Router]] = {
 class RuleFrontend(Frontend):
     """Reads of a request what its rule needs."""
 
-    def _identify(self, exchange: Any, body: bytes, tenant: str) -> tuple[str, Identity]:
+    def _identify(self, exchange: Any, body: bytes) -> tuple[str, Identity]:
         router = self._fleet.router
         if isinstance(router, PrefixAffinity):
             given = msgspec.json.decode(body)
             router.texts[exchange.request_id] = _text(given.get("messages", []))
         elif not isinstance(router, RoundRobin | PowerOfTwo):
-            return super()._identify(exchange, body, tenant)
+            return super()._identify(exchange, body)
         return exchange.request_id, Identity()
 
 

@@ -863,7 +863,7 @@ def _keys_of_file(path: str | None) -> tuple[ApiKey, ...]:
     return tuple(keys)
 
 
-def keys_of_file(path: str) -> list[tuple[str, ApiKey]]:
+def sent_keys(path: str) -> list[tuple[str, ApiKey]]:
     """The keys of a file as clients send them, by which a front-end asks its engines. Raises
     `ConfigError`."""
     return [

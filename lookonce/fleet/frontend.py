@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import logging
 import math
 import os
@@ -29,12 +28,11 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from lookonce.config import ApiKey, ServerConfig, key_digest, keys_of_file
+from lookonce.config import ApiKey, ServerConfig, sent_keys
 from lookonce.errors import (
     BadRequestError,
     ConfigError,
     EngineDeadError,
-    ForbiddenError,
     LookOnceError,
     NotReadyError,
     UnauthorizedError,
@@ -61,7 +59,9 @@ from lookonce.fleet.metrics import engines_families, fleet_families
 from lookonce.fleet.router import EngineState, NoEngineError, Route, Router
 from lookonce.fleet.subscriber import Change, EventSubscriber
 from lookonce.frontend.responses import ErrorBody, ErrorResponse
+from lookonce.server.http.api_keys import KeyRing
 from lookonce.server.http.connections import WRITE_NOW
+from lookonce.server.http.headers import header
 from lookonce.server.http.request_guard import RequestGuard
 from lookonce.server.http.responses import encode, error_response, error_type
 from lookonce.types.held_bytes import HeldBytes, TenantBytes
@@ -196,7 +196,7 @@ class EngineKeys:
             version = found.st_mtime_ns, found.st_size, found.st_ino
         if version != self._version:
             self._version = version
-            self._keys = keys_of_file(self._path)
+            self._keys = sent_keys(self._path)
 
 
 class Member:
@@ -425,9 +425,8 @@ class Frontend:
 
     def __init__(self, fleet: Fleet, config: ServerConfig) -> None:
         self._fleet = fleet
-        self._keys = config.api_keys
-        several = len({key.tenant for key in self._keys}) > 1
-        self._held_bytes = TenantBytes(MAX_HELD_BYTES, lambda: several)
+        self._keys = KeyRing.of(config)
+        self._held_bytes = TenantBytes(MAX_HELD_BYTES, lambda: self._keys.are_of_several)
         self._guard = RequestGuard.of(config)
         self.draining = False
         self.active = 0
@@ -437,7 +436,8 @@ class Frontend:
         self.decision_seconds = 0.0
         self._gathered: asyncio.Task[str] | None = None
         """What engines tell of themselves."""
-        self._gathered_at = -math.inf
+        self._gathered_until = -math.inf
+        """On the event loop's clock; later it is asked for anew."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":
@@ -474,17 +474,22 @@ class Frontend:
     # --- requests for engines --------------------------------------------------------------------
 
     async def _serve(self, exchange: _Exchange) -> None:
-        tenant = self._tenant(exchange)
-        with HeldBytes(self._held_bytes, tenant or "") as held:
+        """Engines refuse a request without a key that is known, but for open routes. What they
+        would not read of it is not read here either, nor looked into."""
+        refused: UnauthorizedError | None = None
+        try:
+            exchange.tenant = self._keys.principal(exchange.scope).tenant
+        except UnauthorizedError as error:
+            refused = error
+        with HeldBytes(self._held_bytes, exchange.tenant) as held:
             exchange.held_bytes = held
-            await self._serve_tenant(exchange, tenant)
+            await self._serve_known(exchange, refused)
 
-    async def _serve_tenant(self, exchange: _Exchange, tenant: str | None) -> None:
-        """`tenant`: None where there is no key that is known. Engines refuse such a request, but
-        for open routes; what they would not read of it is not read here either, nor looked into."""
-        body = await exchange.body(MAX_KEYLESS_BYTES if tenant is None else MAX_BODY_BYTES)
-        if body is None and tenant is None:
-            raise UnauthorizedError("an API key is needed: Authorization: Bearer KEY")
+    async def _serve_known(self, exchange: _Exchange, refused: UnauthorizedError | None) -> None:
+        """`refused`: why nobody is known by the request's key."""
+        body = await exchange.body(MAX_BODY_BYTES if refused is None else MAX_KEYLESS_BYTES)
+        if body is None and refused is not None:
+            raise refused
         if body is None:
             await exchange.refuse(413, "too_large", f"a body has at most {MAX_BODY_BYTES} bytes")
             return
@@ -497,54 +502,30 @@ class Frontend:
         elif method == "POST" and path in ADAPTER_PATHS:
             await self._change_adapters(exchange, body)
         elif stored := STORED_PATH.fullmatch(path):
-            await self._stored(exchange, stored[1], tenant or "")
+            await self._stored(exchange, stored[1])
         else:
             began = time.perf_counter()
             request_id, identity = exchange.request_id, Identity()
-            if tenant is not None:
-                request_id, identity = self._identify(exchange, body, tenant)
+            if refused is None:
+                request_id, identity = self._identify(exchange, body)
             self.decision_seconds += time.perf_counter() - began
             exchange.pictures = identity.inline
             del body  # `exchange` gives it up when the answer begins
             identity = msgspec.structs.replace(identity, inline=())
             await self._route(exchange, request_id, identity)
 
-    def _identify(self, exchange: _Exchange, body: bytes, tenant: str) -> tuple[str, Identity]:
+    def _identify(self, exchange: _Exchange, body: bytes) -> tuple[str, Identity]:
         """The request's id and what it refers to; of what is no JSON, nothing."""
         if exchange.method == "GET" and exchange.path.startswith(MODEL_PATH):
             return exchange.request_id, Identity(exchange.path.removeprefix(MODEL_PATH))
-        if not body or not exchange.header(b"content-type").startswith(b"application/json"):
+        if not body or not exchange.header(b"content-type").startswith("application/json"):
             return exchange.request_id, Identity()
-        session = exchange.header(b"x-session-id").decode("latin-1") or None
-        given, identity = identify_body(body, tenant, self._fleet.processor_of, session)
+        session = exchange.header(b"x-session-id") or None
+        given, identity = identify_body(body, exchange.tenant, self._fleet.processor_of, session)
         named = given.get("request_id")
         if isinstance(named, str) and REQUEST_ID.fullmatch(named):
             return named, identity
         return exchange.request_id, identity
-
-    def _tenant(self, exchange: _Exchange) -> str | None:
-        """Of the request's key; None where that is not known."""
-        if not self._keys:
-            return ""
-        found = self._key(exchange)
-        return None if found is None else found.tenant
-
-    def _key(self, exchange: _Exchange) -> ApiKey | None:
-        """Of a request, where it is known."""
-        scheme, _, key = exchange.header(b"authorization").decode("latin-1").partition(" ")
-        if scheme.lower() != "bearer":
-            key = exchange.header(b"x-api-key").decode("latin-1")
-        return _find_key(self._keys, key.strip())
-
-    def _require_admin(self, exchange: _Exchange) -> None:
-        """Raises `UnauthorizedError` or `ForbiddenError` where there are keys."""
-        if not self._keys:
-            return
-        key = self._key(exchange)
-        if key is None:
-            raise UnauthorizedError("an API key is needed: Authorization: Bearer KEY")
-        if not key.admin:
-            raise ForbiddenError("this route needs an admin key")
 
     async def _route(self, exchange: _Exchange, request_id: str, identity: Identity) -> None:
         """To the engine of the router's choice. Where that one refuses, to another; where it is
@@ -674,7 +655,7 @@ class Frontend:
         """Where what it went on with is, and what it stored."""
         if exchange.path not in STORING_PATHS:
             return
-        tenant, engine = self._tenant(exchange) or "", route.engine.name
+        tenant, engine = exchange.tenant, route.engine.name
         if (known := route.identity.stored) is not None:
             self._fleet.router.bind_stored(tenant, known, engine)
         if found := STORED_ID.search(chunk[:4096]):
@@ -682,8 +663,9 @@ class Frontend:
 
     # --- requests for several engines ------------------------------------------------------------
 
-    async def _stored(self, exchange: _Exchange, stored: str, tenant: str) -> None:
+    async def _stored(self, exchange: _Exchange, stored: str) -> None:
         """What an engine has stored: the one that is known for it, or each until one has it."""
+        tenant = exchange.tenant
         known = self._fleet.router.engine_of_stored(tenant, stored)
         members = sorted(self._fleet.ready(), key=lambda each: each.state is not known)
         held: EngineAnswerParts | None = None
@@ -789,7 +771,7 @@ class Frontend:
             lines = await self._metrics()
             await exchange.answer(200, [(b"content-type", METRICS_TYPE)], lines.encode())
         elif exchange.path == "/fleet":
-            self._require_admin(exchange)
+            self._keys.principal(exchange.scope).require_admin()
             await exchange.answer(200, json, msgspec.json.encode(self._state()))
         else:
             models = {member.address.model for member in self._fleet.members.values()}
@@ -833,7 +815,7 @@ class Frontend:
         for all who ask at the same time, and for `METRICS_SECONDS`."""
         loop = asyncio.get_running_loop()
         gathered = self._gathered
-        if gathered is None or (gathered.done() and loop.time() >= self._gathered_at):
+        if gathered is None or (gathered.done() and loop.time() >= self._gathered_until):
             gathered = self._gathered = loop.create_task(self._gather())
         theirs = await asyncio.shield(gathered)
         own = fleet_families(
@@ -856,7 +838,7 @@ class Frontend:
         names = (member.address.name for member in members)
         texts = {n: text for n, text in zip(names, answers, strict=True) if text is not None}
         lines = "\n".join(engines_families(texts))
-        self._gathered_at = asyncio.get_running_loop().time() + METRICS_SECONDS
+        self._gathered_until = asyncio.get_running_loop().time() + METRICS_SECONDS
         return lines
 
     # --- WebSockets ------------------------------------------------------------------------------
@@ -986,16 +968,6 @@ class _NamesAdapter(msgspec.Struct):
     lora_name: str
 
 
-def _find_key(keys: tuple[ApiKey, ...], given: str) -> ApiKey | None:
-    """Compares with every key in constant time. None: it is not known, or has expired."""
-    digest, found = key_digest(given), None
-    for key in keys:
-        if hmac.compare_digest(digest, key.digest):
-            found = key
-    expired = found is not None and found.expires is not None and time.time() >= found.expires
-    return None if expired else found
-
-
 class _NotHeldError(Exception):
     """The engine does not know a picture by its name."""
 
@@ -1008,7 +980,7 @@ class _Exchange:
     """One request of a client and its answer."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._scope, self._receive, self._send = scope, receive, send
+        self.scope, self._receive, self._send = scope, receive, send
         self._watch: asyncio.Task[Message] | None = None
         self.path: str = scope["path"]
         self.method: str = scope.get("method", "GET")
@@ -1030,7 +1002,9 @@ class _Exchange:
         """An answer that is given if no other engine has a better one."""
         self.held_bytes: HeldBytes | None = None
         """Of the body, until an answer has begun."""
-        asked = self.header(b"x-request-id").decode("latin-1")
+        self.tenant = ""
+        """Of the request's key; the empty one too where that is not known."""
+        asked = self.header(b"x-request-id")
         self.request_id = asked if REQUEST_ID.fullmatch(asked) else os.urandom(16).hex()
 
     @property
@@ -1038,23 +1012,19 @@ class _Exchange:
         """The client has gone."""
         return self._watch is not None and self._watch.done()
 
-    def header(self, name: bytes) -> bytes:
-        for each, value in self._scope["headers"]:
-            if each == name:
-                found: bytes = value
-                return found
-        return b""
+    def header(self, name: bytes) -> str:
+        return header(self.scope, name)
 
     @property
     def target(self) -> str:
-        query = self._scope["query_string"].decode("latin-1")
-        raw = self._scope.get("raw_path") or self.path.encode()
+        query = self.scope["query_string"].decode("latin-1")
+        raw = self.scope.get("raw_path") or self.path.encode()
         return raw.decode("latin-1") + (f"?{query}" if query else "")
 
     def sent_on(self, request_id: str) -> Headers:
         """The headers that engines get."""
         dropped = (b"origin", b"x-request-id")
-        kept = [each for each in self._scope["headers"] if each[0] not in dropped]
+        kept = [each for each in self.scope["headers"] if each[0] not in dropped]
         return [*kept, (b"x-request-id", request_id.encode("latin-1"))]
 
     async def body(self, limit: int) -> bytes | None:

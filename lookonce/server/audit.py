@@ -16,7 +16,7 @@ from starlette.types import Scope
 from lookonce.errors import LookOnceError, http_status
 
 if TYPE_CHECKING:
-    from lookonce.server.services import Principal
+    from lookonce.server.http.api_keys import Principal
 
 logger = logging.getLogger("lookonce.audit")
 MAX_PARAM = 80

@@ -16,11 +16,12 @@ from lookonce.frontend.metrics import Metrics
 from lookonce.frontend.sampling_params import read_defaults
 from lookonce.render.readonly import ReadOnlyBindings, ReadOnlyDirectory, open_readonly
 from lookonce.render.renderer import open_renderer
+from lookonce.server.http.api_keys import KeyRing
 from lookonce.server.http.app import RENDER_ROUTES, build_app
 from lookonce.server.http.request_guard import RequestGuard
 from lookonce.server.http.unknown_fields import UnknownFields
 from lookonce.server.process import DrainOnSignal, api_server
-from lookonce.server.services import KeyRing, Services
+from lookonce.server.services import Services
 from lookonce.server.warmup import warming_up
 from lookonce.types.counts import Counts
 

@@ -26,7 +26,7 @@ from starlette.types import Scope
 
 from lookonce.frontend.generation import PromptGeneration
 from lookonce.frontend.receipt import reuse_receipt
-from lookonce.server.services import header
+from lookonce.server.http.headers import header
 from lookonce.types.counts import Counts, Values
 
 if TYPE_CHECKING:

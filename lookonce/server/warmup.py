@@ -26,9 +26,10 @@ from lookonce.frontend.savings import Savings
 from lookonce.render.families.base import LargestItem
 from lookonce.render.media.pool import share_of_workers
 from lookonce.render.readonly import ReadOnlyRenderer
+from lookonce.server.http.api_keys import KeyRing
 from lookonce.server.http.app import build_app
 from lookonce.server.http.request_guard import RequestGuard
-from lookonce.server.services import Drain, KeyRing, RunningRequests, Services
+from lookonce.server.services import Drain, RunningRequests, Services
 from lookonce.types.model import ModelInfo
 from lookonce.types.request import EncoderOutcome, PrefillStats, RenderedPrompt, TokenDelta
 from lookonce.types.sampling import SamplingParams

@@ -11,7 +11,7 @@ import pytest
 
 from lookonce.config import ApiKey, Options, key_digest, reloaded_api_keys, resolve
 from lookonce.errors import ConfigError, UnauthorizedError
-from lookonce.server.services import KeyRing, Principal
+from lookonce.server.http.api_keys import KeyRing, Principal
 
 NEW_YEAR_2027 = 1_798_761_600.0
 
@@ -106,7 +106,9 @@ def test_every_key_is_compared_in_constant_time_wherever_the_right_one_is(monkey
         compared.append(digest)
         return hmac.compare_digest(asked, digest)
 
-    monkeypatch.setattr("lookonce.server.services.hmac", SimpleNamespace(compare_digest=compare))
+    monkeypatch.setattr(
+        "lookonce.server.http.api_keys.hmac", SimpleNamespace(compare_digest=compare)
+    )
     digests = [bytes.fromhex(key_digest(key)) for key in ("one", "two", "three")]
     for key in ("one", "three", "none of them"):
         compared.clear()

@@ -43,9 +43,10 @@ from lookonce.render.prompt.encoder import PromptEncoder, template_sources
 from lookonce.render.prompt.tokenizer import Tokenizer
 from lookonce.render.readonly import ReadOnlyBindings, ReadOnlyDirectory, open_readonly
 from lookonce.render.renderer import Renderer
+from lookonce.server.http.api_keys import KeyRing
 from lookonce.server.http.app import RENDER_ROUTES, build_app
 from lookonce.server.http.request_guard import RequestGuard
-from lookonce.server.services import KeyRing, Services
+from lookonce.server.services import Services
 from lookonce.types.counts import Counts
 from tests.support.in_process_link import InProcessHub
 from tests.support.model.chats import PoolInProcess

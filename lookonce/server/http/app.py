@@ -19,6 +19,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 from lookonce.errors import LookOnceError, ModelNotFoundError
 from lookonce.frontend.responses import ErrorBody, ErrorResponse
 from lookonce.server.audit import audit_refusal, route_of
+from lookonce.server.http.headers import header
 from lookonce.server.http.request_guard import Headers
 from lookonce.server.http.responses import (
     ClientLeftError,
@@ -77,7 +78,7 @@ from lookonce.server.routes.responses_api.stored import (
     show_response,
 )
 from lookonce.server.routes.serving_base import REQUEST_ID
-from lookonce.server.services import Drain, Services, header
+from lookonce.server.services import Drain, Services
 from lookonce.types.held_bytes import HeldBytes, current_held_bytes
 from lookonce.types.logs import current_request_id
 

@@ -27,6 +27,8 @@ from lookonce.frontend.requests import (
     asks_nothing,
     raw_bytes,
 )
+from lookonce.server.http.api_keys import Principal
+from lookonce.server.http.headers import header
 from lookonce.server.http.responses import ClientLeftError
 from lookonce.server.http.unknown_fields import (
     ignored_fields,
@@ -36,7 +38,7 @@ from lookonce.server.http.unknown_fields import (
     unknown_fields,
     unknown_part_fields,
 )
-from lookonce.server.services import Principal, Services, header
+from lookonce.server.services import Services
 from lookonce.types.held_bytes import current_held_bytes
 
 T = TypeVar("T", bound=msgspec.Struct)

@@ -12,7 +12,7 @@ from starlette.requests import Request
 
 from lookonce.errors import BadRequestError, TooLargeError, UnsupportedMediaTypeError
 from lookonce.server.http.body import read_chunks
-from lookonce.server.services import header
+from lookonce.server.http.headers import header
 
 MAX_FIELDS = 100
 MAX_FIELD_BYTES = 256 * 1024

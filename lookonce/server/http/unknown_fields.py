@@ -182,10 +182,7 @@ def _known_fields(part: object) -> frozenset[str] | None:
 @cache
 def noting_kind(kind: type[msgspec.Struct]) -> Any:
     """`kind` as a struct that has the accepted fields, too, and passes over unknown ones."""
-    known = {field.encode_name for field in msgspec.structs.fields(kind)}
-    added: list[tuple[str, Any, Any]] = [
-        (name, Any, None) for name in ACCEPTED_FIELDS if name not in known
-    ]
+    added = _missing(kind, ACCEPTED_FIELDS)
     return msgspec.defstruct(kind.__name__, added, bases=(kind,), kw_only=True)
 
 
@@ -197,21 +194,24 @@ def strict_kind(
 
     Decoding with it finds out at no cost that there are none.
     """
-    fields = {field.encode_name: field.type for field in msgspec.structs.fields(kind)}
-    added: list[tuple[str, Any, Any]] = [
-        (name, Any, None) for name in accepted if name not in fields
-    ]
-    for name, declared in fields.items():
-        inner = _member(declared)
+    added = _missing(kind, accepted)
+    for each in msgspec.structs.fields(kind):
+        inner = _member(each.type)
         if inner is not None:
-            added.append((name, strict_kind(inner, frozenset()) | None, None))
-        listed = _listed(declared)
+            added.append((each.encode_name, strict_kind(inner, frozenset()) | None, None))
+        listed = _listed(each.type)
         if listed is not None:
             many = types.GenericAlias(list, (strict_kind(listed, frozenset()),))
-            added.append((name, many | None, None))
+            added.append((each.encode_name, many | None, None))
     return msgspec.defstruct(
         kind.__name__, added, bases=(kind,), kw_only=True, forbid_unknown_fields=True
     )
+
+
+def _missing(kind: type[msgspec.Struct], names: frozenset[str]) -> list[tuple[str, Any, Any]]:
+    """Those of the fields that `kind` does not declare: optional, and of any type."""
+    known = {field.encode_name for field in msgspec.structs.fields(kind)}
+    return [(name, Any, None) for name in names if name not in known]
 
 
 def _member(declared: Any) -> type[msgspec.Struct] | None:

@@ -17,9 +17,10 @@ from lookonce.config import Config
 from lookonce.frontend.responses import ModelCard, ModelList
 from lookonce.render.prompt.encoder import template_sources
 from lookonce.server.audit import audit
+from lookonce.server.http.api_keys import Principal
 from lookonce.server.http.body import receive
 from lookonce.server.http.responses import json_response
-from lookonce.server.services import Principal, Services
+from lookonce.server.services import Services
 from lookonce.types.model import Comparison
 
 METRICS_TYPE = "text/plain; version=1.0.0; charset=utf-8"

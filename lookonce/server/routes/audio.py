@@ -26,6 +26,8 @@ from lookonce.frontend.transcript import (
     TranscriptionOptions,
 )
 from lookonce.frontend.transcription import Transcriber, check_hears
+from lookonce.server.http.api_keys import Principal
+from lookonce.server.http.headers import header
 from lookonce.server.http.multipart import Form, read_form
 from lookonce.server.http.responses import (
     ChunkGroup,
@@ -37,7 +39,7 @@ from lookonce.server.http.responses import (
 from lookonce.server.http.unknown_fields import UnknownFields, note_ignored
 from lookonce.server.rate_limits import RequestUsage
 from lookonce.server.routes.serving_base import ServingContext, request_id_of
-from lookonce.server.services import Principal, Services, header
+from lookonce.server.services import Services
 
 LISTS = ("timestamp_granularities", "include")
 UNSUPPORTED = ("keywords", "known_speaker_names", "known_speaker_references", "languages")

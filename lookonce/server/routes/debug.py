@@ -22,9 +22,10 @@ from lookonce.errors import BadRequestError, ConflictError, UnavailableError
 from lookonce.frontend.savings import Saved
 from lookonce.server.api_process_peers import ProcessState
 from lookonce.server.audit import audit
+from lookonce.server.http.api_keys import Principal
 from lookonce.server.http.body import receive
 from lookonce.server.http.responses import json_response
-from lookonce.server.services import Principal, Services
+from lookonce.server.services import Services
 from lookonce.types.stack_samples import ProcessSamples, sample_stacks
 
 MAX_SECONDS = 60.0

@@ -12,8 +12,9 @@ from starlette.responses import PlainTextResponse, Response
 from lookonce.config import LORA_NAME, LoRAConfig
 from lookonce.errors import BadRequestError, ForbiddenError
 from lookonce.server.audit import audit
+from lookonce.server.http.api_keys import Principal
 from lookonce.server.http.body import receive
-from lookonce.server.services import Principal, Services
+from lookonce.server.services import Services
 
 
 class LoadLoRAAdapterRequest(msgspec.Struct):

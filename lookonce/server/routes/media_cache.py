@@ -16,9 +16,10 @@ from lookonce.errors import NotReadyError
 from lookonce.frontend.media_injection import ItemOutcome, ReadArrays, inject_offered, offered_items
 from lookonce.render.media.external_items import decode_kwargs
 from lookonce.server.audit import audit
+from lookonce.server.http.api_keys import Principal
 from lookonce.server.http.body import receive
 from lookonce.server.http.responses import json_response
-from lookonce.server.services import Principal, Services
+from lookonce.server.services import Services
 from lookonce.types.lora import LoRAIdentity
 from lookonce.types.media import Modality
 

@@ -26,6 +26,7 @@ from lookonce.frontend.requests import (
 from lookonce.frontend.responses import Prompt, Tokens
 from lookonce.frontend.sampling_params import completion_sampling, names_limit
 from lookonce.frontend.tools.calls import read_tools, tool_calling
+from lookonce.server.http.api_keys import Principal
 from lookonce.server.http.body import receive
 from lookonce.server.http.responses import encode, json_response, while_connected
 from lookonce.server.rate_limits import RequestUsage, count_media
@@ -33,7 +34,7 @@ from lookonce.server.routes.chat import chat_options, checked_chat, continued_te
 from lookonce.server.routes.completions import named_prompts
 from lookonce.server.routes.generate import Features, MediaForm, features_of
 from lookonce.server.routes.serving_base import apply_controls, check_body, request_id_of
-from lookonce.server.services import Principal, Services
+from lookonce.server.services import Services
 from lookonce.types.request import RenderedPrompt
 from lookonce.types.request_validation import shorten_max_tokens
 from lookonce.types.sampling import SamplingParams

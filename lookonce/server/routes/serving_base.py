@@ -32,6 +32,8 @@ from lookonce.frontend.responses import (
 )
 from lookonce.frontend.sampling_params import names_limit
 from lookonce.frontend.template_controls import template_controls
+from lookonce.server.http.api_keys import Principal
+from lookonce.server.http.headers import header
 from lookonce.server.http.responses import (
     UNNAMED_EVENTS,
     ChunkGroup,
@@ -43,7 +45,7 @@ from lookonce.server.http.responses import (
 )
 from lookonce.server.http.unknown_fields import note_ignored
 from lookonce.server.rate_limits import NO_LIMITS, RequestUsage
-from lookonce.server.services import Principal, Services, header
+from lookonce.server.services import Services
 from lookonce.types.logs import current_request_id
 from lookonce.types.request import RenderedPrompt
 from lookonce.types.request_trace import LoggedMedium

@@ -14,10 +14,11 @@ import pytest
 from lookonce.config import Options, resolve
 from lookonce.frontend.metrics import Metrics
 from lookonce.frontend.sampling_params import SamplingDefaults
+from lookonce.server.http.api_keys import KeyRing
 from lookonce.server.http.app import build_app
 from lookonce.server.http.request_guard import RequestGuard
 from lookonce.server.http.unknown_fields import UnknownFields
-from lookonce.server.services import KeyRing, Services
+from lookonce.server.services import Services
 from tests.support.server.doubles import ByteRenderer, RecitingEngine
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 from starlette.websockets import WebSocket
 
 from lookonce.errors import BadRequestError
+from lookonce.server.http.api_keys import Principal
+from lookonce.server.http.headers import header
 from lookonce.server.routes.realtime.connection import Outbox, RealtimeConnection
 from lookonce.server.routes.realtime.events import SessionKind, SessionOptions
 from lookonce.server.routes.realtime.session import RealtimeSession
 from lookonce.server.routes.realtime.work import SessionTasks
-from lookonce.server.services import Principal, Services, header
+from lookonce.server.services import Services
 
 SUBPROTOCOL = "realtime"
 INTENTS = ("conversation", "transcription")

@@ -29,6 +29,7 @@ from lookonce.frontend.transcription import (
     TranscriptEvent,
     TranscriptionOptions,
 )
+from lookonce.server.http.api_keys import Principal
 from lookonce.server.http.body import renamed_error
 from lookonce.server.rate_limits import RequestUsage, count_media
 from lookonce.server.realtime_sessions import ByteBudget
@@ -44,7 +45,7 @@ from lookonce.server.routes.realtime.events import (
 )
 from lookonce.server.routes.realtime.session import AnswerReport, RealtimeSession, Response
 from lookonce.server.routes.serving_base import ServingContext
-from lookonce.server.services import Principal, Services
+from lookonce.server.services import Services
 from lookonce.types.logs import current_request_id
 from lookonce.types.request import TokenLogprob
 

@@ -30,6 +30,7 @@ from lookonce.frontend.tools.calls import (
 )
 from lookonce.frontend.tools.parser import ContentText, ReasoningText
 from lookonce.render.prompt.messages import check_count, has_many_values
+from lookonce.server.http.api_keys import Principal
 from lookonce.server.http.body import receive, renaming_errors
 from lookonce.server.http.responses import encode, error_body, json_response, while_connected
 from lookonce.server.rate_limits import RequestUsage, count_media
@@ -68,7 +69,7 @@ from lookonce.server.routes.serving_base import (
     open_context,
     respond,
 )
-from lookonce.server.services import Principal, Services
+from lookonce.server.services import Services
 from lookonce.types.request import TokenLogprob
 from lookonce.types.sampling import SamplingParams
 

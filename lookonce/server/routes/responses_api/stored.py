@@ -15,11 +15,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from lookonce.errors import BadRequestError, LookOnceError, NotFoundError, QueueFullError
+from lookonce.server.http.api_keys import Principal
 from lookonce.server.http.responses import json_response
 from lookonce.server.response_store import Origin, ResponseDatabase, ResponseStore
 from lookonce.server.routes.responses_api.events import ResponseObject, new_id
 from lookonce.server.routes.responses_api.input import Json, ResponsesRequest
-from lookonce.server.services import Principal, Services
+from lookonce.server.services import Services
 
 logger = logging.getLogger("lookonce.server")
 
