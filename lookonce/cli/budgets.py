@@ -15,6 +15,8 @@ from lookonce.config import ConnectionConfig, Options, SessionConfig
 from lookonce.core.scheduler import MAX_SHARES
 from lookonce.engine.process import grammar
 from lookonce.engine.process.grammar_worker import GrammarLimits
+from lookonce.fleet import engine_http, identity, router
+from lookonce.fleet import frontend as fleet_frontend
 from lookonce.frontend.sampling_params import MAX_CHOICES
 from lookonce.frontend.tools.calls import MAX_SCHEMA_VALUES, MAX_TOOLS
 from lookonce.render.media import address_guard, cost, fetch, pdf, pool
@@ -203,6 +205,28 @@ BUDGETS = (
     Budget("workers for grammars", max(1, grammar.WORKERS - 1), "workers", "tenant", "waits"),
     Budget("compiled grammars kept", grammar.CACHE_BYTES, "bytes", "tenant",
            "dropped from the tenant that holds most"),
+    # of a fleet's front-end
+    Budget("fleet: body", fleet_frontend.MAX_BODY_BYTES, "bytes", "request", "413"),
+    Budget("fleet: body without a known key", fleet_frontend.MAX_KEYLESS_BYTES, "bytes", "request",
+           "401"),
+    Budget("fleet: bodies that wait for an engine", fleet_frontend.MAX_HELD_BYTES, "bytes",
+           "tenant", "429; one tenant has half where there are others"),
+    Budget("fleet: commas and brackets of a body", identity.MAX_VALUES, "characters", "request",
+           "routed by its first level alone"),
+    Budget("fleet: parts of a prompt", identity.MAX_PARTS, "parts", "request",
+           "those that follow do not count for the route"),
+    Budget("fleet: media of a prompt", identity.MAX_MEDIA, "items", "request",
+           "those that follow do not count for the route"),
+    Budget("fleet: answer that its client does not read", engine_http.MAX_UNREAD, "bytes",
+           "request", "the engine's connection is not read"),
+    Budget("fleet: idle connections to engines", engine_http.MAX_IDLE, "connections", "process",
+           "closed"),
+    Budget("fleet: sessions that stay with an engine", router.MAX_SESSIONS, "sessions", "tenant",
+           "the tenant that has most loses the one it used longest ago"),
+    Budget("fleet: responses and conversations whose engine is known", router.MAX_STORED,
+           "entries", "tenant", "the same; engines are asked in turn"),
+    Budget("fleet: URLs and uuids whose media are known", router.MAX_ALIASES, "entries", "tenant",
+           "the same; routed without them"),
 )  # fmt: skip
 
 
