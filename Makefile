@@ -208,10 +208,19 @@ test-alerts: $(STAMP)
 	@command -v promtool >/dev/null || apt-get install --yes --quiet prometheus || true
 	@$(BIN)/python -m pytest tests/deploy -rs
 
-# Traces and metrics against a collector, with OpenTelemetry.
-test-otel: $(STAMP)
+# Traces and metrics against a collector, with OpenTelemetry, and traces against Arize Phoenix, unmodified, in an
+# environment of its own: it takes 700 MB, and pip minutes to resolve.
+PHOENIX_VENV := .venv-phoenix
+
+$(PHOENIX_VENV)/.installed: Makefile
+	@test -x $(PHOENIX_VENV)/bin/python || $(PYTHON) -m venv $(PHOENIX_VENV)
+	@$(PHOENIX_VENV)/bin/python -m pip install --quiet --disable-pip-version-check "uv>=0.9"
+	@$(PHOENIX_VENV)/bin/uv pip install --quiet --system-certs --python $(PHOENIX_VENV)/bin/python "arize-phoenix==20.26.1"
+	@touch $@
+
+test-otel: $(STAMP) $(PHOENIX_VENV)/.installed
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev,otel]"
-	@$(BIN)/python -m pytest tests/server/test_tracing.py tests/server/test_otlp.py tests/end_to_end/test_observability.py -rs
+	@PHOENIX=$(CURDIR)/$(PHOENIX_VENV)/bin/phoenix $(BIN)/python -m pytest tests/server/test_tracing.py tests/server/test_otlp.py tests/end_to_end/test_observability.py -rs
 
 # A wheel in dist/, tried in an empty environment in another folder.
 wheel: $(STAMP)
@@ -250,4 +259,4 @@ format: $(STAMP)
 	@$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(LMCACHE_VENV) $(FUZZ_VENV) $(CLIENTS_VENV) $(OPEN_WEBUI_VENV) $(FLEET_VENV) $(CLIENTS)/node/node_modules build dist *.egg-info
+	rm -rf $(VENV) $(LMCACHE_VENV) $(FUZZ_VENV) $(CLIENTS_VENV) $(OPEN_WEBUI_VENV) $(FLEET_VENV) $(PHOENIX_VENV) $(CLIENTS)/node/node_modules build dist *.egg-info

@@ -166,6 +166,7 @@ def _warmup_services(services: Services, renderer: ReadOnlyRenderer) -> Services
         shared_counts=None,
         abort_peers=None,
         request_log=None,
+        tracer=None,
     )
 
 

@@ -24,7 +24,9 @@ import pytest
 
 from tests.support.drawing import encoded, image_part, picture
 from tests.support.live_server import LiveServer, until
-from tests.support.otlp_collector import CollectedSpan, Collector
+from tests.support.otlp_collector import CollectedSpan, Collector, TraceStore
+from tests.support.phoenix import COMMAND as PHOENIX
+from tests.support.phoenix import running_phoenix
 
 HAS_OTEL = find_spec("opentelemetry") is not None and find_spec("opentelemetry.sdk") is not None
 needs_otel = pytest.mark.skipif(not HAS_OTEL, reason="opentelemetry-sdk is not installed")
@@ -244,19 +246,40 @@ def streamed(live: LiveServer, body: dict[str, Any], **headers: str) -> tuple[fl
             return time.monotonic() - begun, answer.headers["traceresponse"]
 
 
-def spans_of(collector: Collector, live: LiveServer, trace_id: str) -> list[CollectedSpan]:
-    until(lambda: collector.trace(trace_id), 60, live.log)
-    return collector.trace(trace_id)
+def spans_of(store: TraceStore, live: LiveServer, trace_id: str) -> list[CollectedSpan]:
+    until(lambda: store.trace(trace_id), 60, live.log)
+    return store.trace(trace_id)
+
+
+@pytest.fixture(params=["collector", "phoenix"])
+def traced(request: pytest.FixtureRequest) -> tuple[LiveServer, TraceStore]:
+    """A server, and where its spans go: our collector, or the one of another maker."""
+    if request.param == "phoenix":
+        return request.getfixturevalue("live_with_phoenix")
+    return request.getfixturevalue("live"), request.getfixturevalue("collector")
+
+
+@pytest.fixture(scope="module")
+def live_with_phoenix(tmp_path_factory) -> Iterator[tuple[LiveServer, TraceStore]]:
+    if not PHOENIX:
+        pytest.skip("Arize Phoenix: `make test-otel`")
+    options = ("--allow-private-media", "--api-key", f"team:{KEY}")
+    with (
+        running_phoenix(tmp_path_factory.mktemp("phoenix")) as phoenix,
+        LiveServer(*options, "--otlp-endpoint", phoenix.url) as live,
+    ):
+        yield live, phoenix
 
 
 @needs_otel
-def test_the_spans_of_a_streamed_picture_request_add_up_to_its_latency(live, collector, pictures):
+def test_the_spans_of_a_streamed_picture_request_add_up_to_its_latency(traced, pictures):
+    live, store = traced
     for attempt in range(ATTEMPTS):
         body = chat(image(f"{pictures}/traced-{attempt}.png"), ignore_eos=True, min_tokens=300)
         body["max_tokens"] = 300
         trace_id = f"{TRACE_ID[:-1]}{attempt}"
         taken, response = streamed(live, body, traceparent=f"00-{trace_id}-{PARENT_ID}-01")
-        spans = spans_of(collector, live, trace_id)
+        spans = spans_of(store, live, trace_id)
         by_name = {span.name: span for span in spans}
         root = by_name["chat nano"]
         # Either may be the longer one: the client has the last byte before the server has ended.

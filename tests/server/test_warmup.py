@@ -13,7 +13,9 @@ from lookonce.errors import UnprocessableMediaError
 from lookonce.render.media.pool import share_of_workers
 from lookonce.render.readonly import open_readonly
 from lookonce.server.http.app import RENDER_ROUTES, build_app
+from lookonce.server.tracing import FinishedTrace, Tracer
 from lookonce.server.warmup import warm_up, warming_up
+from lookonce.types.counts import Counts
 from tests.support.nodes import engine_node, render_node, run
 
 
@@ -61,6 +63,22 @@ def test_every_route_is_warmed_up_with_every_modality_and_the_log_says_so(folder
     routes = ("/v1/chat/completions/render", "/tokenize", "/v1/chat/completions")
     for route, line in zip(routes, warmed, strict=True):
         assert line.startswith(f"warmed up {route} with image, audio in ")
+
+
+def test_it_leaves_no_trace(folder):
+    traces: list[FinishedTrace] = []
+    counts = Counts()
+
+    async def scenario():
+        async with engine_node(folder("llava")) as node, stage(node) as (_, app):
+            node.services.tracer = Tracer(counts, traces.append, ratio=1.0)
+            await warm_up(node.services, app)
+            assert traces == []
+            assert counts.read() == {}
+            await node.ok("/v1/completions", {"prompt": "What is this?", "max_tokens": 1})
+            assert len(traces) == 1
+
+    run(scenario())
 
 
 def test_a_model_that_takes_sound_alone_is_warmed_up_with_sound_alone(folder, log):

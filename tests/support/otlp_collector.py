@@ -6,7 +6,7 @@ import gzip
 import threading
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 
 @dataclass
@@ -25,6 +25,12 @@ class CollectedSpan:
     @property
     def seconds(self) -> float:
         return self.ended - self.begun
+
+
+class TraceStore(Protocol):
+    """Where a test finds the spans that came."""
+
+    def trace(self, trace_id: str) -> list[CollectedSpan]: ...
 
 
 @dataclass

@@ -18,19 +18,29 @@ START_SECONDS = 180.0
 
 @contextmanager
 def running_program(
-    line: Sequence[str], folder: Path, *, ready: str, env: Mapping[str, str]
+    line: Sequence[str],
+    folder: Path,
+    *,
+    ready: str,
+    env: Mapping[str, str],
+    port_variable: str | None = None,
 ) -> Iterator[str]:
-    """Runs a command that takes `--port` in `folder` until the block ends; gives its URL.
+    """Runs a command in `folder` until the block ends; gives its URL.
 
-    It is waited for until the path `ready` answers 200.
+    It is told its port by `--port`, or by the environment's `port_variable`, and waited for until
+    the path `ready` answers 200.
     """
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
+    if port_variable is None:
+        line = [*line, "--port", str(port)]
+    else:
+        env = {**env, port_variable: str(port)}
     log = folder / "log"
     with log.open("w") as output:
         process = subprocess.Popen(
-            [*line, "--port", str(port)],
+            line,
             stdout=output, stderr=subprocess.STDOUT, env={**os.environ, **env}, cwd=folder,
         )  # fmt: skip
 
