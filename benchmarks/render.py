@@ -3,8 +3,8 @@
 API CPU ms      CPU time of the API process per request
 worker CPU ms   CPU time of its decoding workers per request
 picture CPU ms  CPU time to decode and process that picture in this process with the same code
-beyond ms       API and workers less picture: parsing, hashing, the way to the worker and back,
-                template, tokenizer, the answer
+beyond ms       API and workers less picture: reading, parsing, hashing, headers of pictures, the way
+                to a worker and back, template, tokenizer, the answer
 decodes         pictures decoded per request
 """
 
@@ -14,6 +14,7 @@ import argparse
 import json
 import time
 from collections.abc import Sequence
+from itertools import count, islice
 from pathlib import Path
 
 import httpx
@@ -25,7 +26,8 @@ from lookonce.config import NANO_FOLDER, MediaConfig
 from lookonce.render.media.processing import MediaJob, Processing, ProcessingSettings
 
 RENDER, TOKENIZE = "/v1/chat/completions/render", "/tokenize"
-PICTURES = (("1024", "JPEG"), ("2048", "PNG"))
+PICTURES = (("1024", "JPEG", 1), ("2048", "PNG", 1), ("720p", "JPEG", 4))
+"""Size, format, and how many a request has."""
 REPEATS = 15
 DECODES = "readonly_media_decodes_total"
 
@@ -55,11 +57,11 @@ class _Meter:
         return sum(map(cpu_seconds, self._workers))
 
 
-def _body(picture: bytes) -> bytes:
-    content = [
-        {"type": "image_url", "image_url": {"url": data_url(picture)}},
-        {"type": "text", "text": "What is in the picture?"},
+def _body(pictures: Sequence[bytes]) -> bytes:
+    content: list[dict[str, object]] = [
+        {"type": "image_url", "image_url": {"url": data_url(picture)}} for picture in pictures
     ]
+    content.append({"type": "text", "text": "What is in the picture?"})
     return json.dumps({"messages": [{"role": "user", "content": content}]}).encode()
 
 
@@ -83,27 +85,27 @@ def render_report(repeats: int, model: str) -> Report:
     times = ("API CPU ms", "worker CPU ms", "picture CPU ms", "beyond ms")
     report = Report(
         "render",
-        ("route", "picture", "is", *times, "decodes"),
+        ("route", "pictures", "are", *times, "decodes"),
         notes=[f"medians of {repeats} requests, one at a time; model: {Path(model).name}"],
     )
     with running_server([model]) as server:
         meter = _Meter(server)
-        for number, path in enumerate((RENDER, TOKENIZE)):
-            for size, file_format in PICTURES:
-                encoded = encoded_picture(size, file_format)
-                new = [variant(encoded, 1000 * number + each) for each in range(repeats)]
-                own = _picture_ms(new, model)
+        for size, file_format, number in PICTURES:
+            encoded = encoded_picture(size, file_format)
+            variants = (variant(encoded, each) for each in count())
+            shown = f"{size} {file_format}" if number == 1 else f"{number} x {size} {file_format}"
+            for path in (RENDER, TOKENIZE):
+                new = [list(islice(variants, number)) for _ in range(repeats)]
+                own = _picture_ms([pictures[0] for pictures in new], model)
                 for state, bodies in (
-                    ("new", [_body(picture) for picture in new]),
+                    ("new", [_body(pictures) for pictures in new]),
                     ("repeated", [_body(new[0])] * repeats),
                 ):
                     api, workers, decodes = meter.cost(path, bodies)
                     work = own * decodes
                     beyond = api + workers - work
                     name = path.rpartition("/")[2]
-                    report.add(
-                        name, f"{size} {file_format}", state, api, workers, work, beyond, decodes
-                    )
+                    report.add(name, shown, state, api, workers, work, beyond, decodes)
     return report
 
 
