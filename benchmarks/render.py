@@ -3,7 +3,7 @@
 API CPU ms      CPU time of the API process per request
 worker CPU ms   CPU time of its decoding workers per request
 picture CPU ms  CPU time to decode and process that picture in this process with the same code
-beyond ms       API and workers less picture: reading, parsing, hashing, headers of pictures, the way
+beyond ms       API and workers less picture: reading, parsing, hashing, pictures' headers, the way
                 to a worker and back, template, tokenizer, the answer
 decodes         pictures decoded per request
 """
