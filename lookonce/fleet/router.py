@@ -238,14 +238,15 @@ def _rates_of(engines: Sequence[EngineState]) -> dict[int, Rates]:
         min([rates.decoded_token for rates in listed]),
         sum([rates.processing for rates in listed]) / len(listed),
     )
-    found = {
-        e.number: e.rates if e.num_loads >= MIN_LOADS and e.rates.is_slower(usual) else usual
-        for e in engines
-    }
-    output = _least([engine.rates.tier_output for engine in engines])
-    token = _least([engine.rates.tier_token for engine in engines])
-    if output is None and token is None:
+    found = dict.fromkeys([engine.number for engine in engines], usual)
+    for engine in engines:
+        if engine.num_loads >= MIN_LOADS and engine.rates.is_slower(usual):
+            found[engine.number] = engine.rates
+    outputs = [e.rates.tier_output for e in engines if e.rates.tier_output is not None]
+    tokens = [e.rates.tier_token for e in engines if e.rates.tier_token is not None]
+    if not outputs and not tokens:
         return found
+    output, token = min(outputs, default=None), min(tokens, default=None)
     return {  # one that has loaded nothing yet can load as others do
         number: replace(
             rates,
@@ -254,10 +255,6 @@ def _rates_of(engines: Sequence[EngineState]) -> dict[int, Rates]:
         )
         for number, rates in found.items()
     }
-
-
-def _least(rates: Iterable[float | None]) -> float | None:
-    return min((rate for rate in rates if rate is not None), default=None)
 
 
 def _of_tier(rate: float | None, seconds: float, count: int) -> float | None:
@@ -299,6 +296,32 @@ class Route:
             f" media {self.work.num_known}/{len(self.identity.media)};"
             f" {self.price:.3f} s{other}"
         )
+
+
+def _media_work(
+    engine: EngineState,
+    rates: Rates,
+    held: Sequence[tuple[float, int, int, int]],
+    num_held: int,
+) -> tuple[float, int]:
+    """Seconds that media cost at an engine, and how many of them need no encoder run. `held`: of
+    each its piece, the key of its output, and a bit for each engine that holds its output, and its
+    item; `num_held`: pieces whose tokens are held."""
+    number, expected = engine.number, engine.expected
+    seconds, num_known = 0.0, 0
+    seen: set[int] = set()
+    for piece, key, outputs, items in held:
+        if piece < num_held or outputs >> number & 1 or expected.get(key) or key in seen:
+            num_known += 1
+            continue
+        seen.add(key)
+        if outputs and rates.tier_output is not None:
+            seconds += min(rates.tier_output, rates.encoder_run)
+            continue
+        seconds += rates.encoder_run
+        if not items >> number & 1:
+            seconds += rates.processing
+    return seconds, num_known
 
 
 class _Keyed(NamedTuple):
@@ -451,9 +474,10 @@ class Router:
         media = [self._keyed(medium, identity) for medium in identity.media]
         knowing = self._knowing(media, candidates)
         works = self._works(identity, media, candidates)
+        firsts = [work.prompt + work.media for work in works]
         prices = [
-            (engine.waiting_seconds() + RECOMPUTED * work.to_first_token, engine, work)
-            for engine, work in zip(candidates, works, strict=True)
+            (engine.waiting_seconds() + RECOMPUTED * first, engine, work)
+            for engine, first, work in zip(candidates, firsts, works, strict=True)
         ]
         listed = prices
         if len(knowing) < len(prices):
@@ -463,13 +487,12 @@ class Router:
             reason = stuck[1]
         else:
             price, engine, work = self._cheapest(listed, identity)
-            usual = min(works, key=lambda each: -each.to_first_token)
-            known = work.to_first_token < usual.to_first_token - EQUAL_SECONDS
+            known = work.to_first_token < max(firsts) - EQUAL_SECONDS
             reason = "known" if known else "least_loaded"
             if len(candidates) == 1:
                 reason = "only"
-        others = [each[0] for each in prices if each[1] is not engine]
-        route = Route(engine, identity, work, reason, price, min(others, default=math.inf))
+        next_price = min([each[0] for each in prices if each[1] is not engine], default=math.inf)
+        route = Route(engine, identity, work, reason, price, next_price)
         self._begin(request_id, route, media)
         return route
 
@@ -478,7 +501,7 @@ class Router:
     ) -> tuple[float, EngineState, Work]:
         """Ties go to the engine with fewer requests, then always to the same one for a prompt:
         so several front-ends agree on prompts that none of them has seen."""
-        least = min(price for price, _, _ in prices)
+        least = min([each[0] for each in prices])
         equal = [each for each in prices if each[0] <= least + EQUAL_SECONDS]
         if len(equal) == 1:
             return equal[0]
@@ -560,45 +583,27 @@ class Router:
             answer = min(answer, max(0, identity.max_tokens))
         works, num_tokens, beside = [], round(total), BESIDE * answer
         for engine in candidates:
-            of_engine = rates[engine.number]
-            num_known = known[engine.number]
-            tier = of_engine.tier_token
-            num_held = num_known if tier is None or tier >= of_engine.prompt_token else longest
-            work = Work(answer=beside * of_engine.decoded_token, num_tokens=num_tokens)
+            number = engine.number
+            of_engine, num_known = rates[number], known[number]
+            tier, prompt_token = of_engine.tier_token, of_engine.prompt_token
+            num_held = num_known if tier is None or tier >= prompt_token else longest
+            seconds, num_known_media = 0.0, 0
             if held:
-                self._add_media(work, engine, of_engine, held, num_held)
+                seconds, num_known_media = _media_work(engine, of_engine, held, num_held)
             computed = ends[num_known - 1] if num_known else 0.0
             read = ends[num_held - 1] if num_held else 0.0
-            work.known_tokens = round(computed)
-            work.prompt = (total - read) * of_engine.prompt_token
-            work.prompt += (read - computed) * (tier or 0.0)
+            prompt = (total - read) * prompt_token
+            prompt += (read - computed) * (tier or 0.0)
+            work = Work(
+                prompt,
+                seconds,
+                beside * of_engine.decoded_token,
+                round(computed),
+                num_tokens,
+                num_known_media,
+            )
             works.append(work)
         return works
-
-    def _add_media(
-        self,
-        work: Work,
-        engine: EngineState,
-        rates: Rates,
-        held: Sequence[tuple[float, int, int, int]],
-        num_held: int,
-    ) -> None:
-        """What media cost at an engine. `held`: of each its piece, the key of its output, and a bit
-        for each engine that holds its output, and its item; `num_held`: pieces whose tokens are
-        held."""
-        number, expected = engine.number, engine.expected
-        seen: set[int] = set()
-        for piece, key, outputs, items in held:
-            if piece < num_held or outputs >> number & 1 or expected.get(key) or key in seen:
-                work.num_known += 1
-                continue
-            seen.add(key)
-            if outputs and rates.tier_output is not None:
-                work.media += min(rates.tier_output, rates.encoder_run)
-                continue
-            work.media += rates.encoder_run
-            if not items >> number & 1:
-                work.media += rates.processing
 
     def _known_pieces(
         self, identity: Identity, candidates: Sequence[EngineState]
