@@ -11,7 +11,7 @@ loads as late as a real one gets them. The others are what it is compared with.
 from __future__ import annotations
 
 import random
-from bisect import bisect_left
+from bisect import bisect_left, insort
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -56,8 +56,8 @@ MOST_COMPARED = 64
 """Engines of which the router compares all."""
 KNOWING_COMPARED, IDLE_COMPARED = 8, 4
 """Of more engines: those that know most of a request, and those with the least to do."""
-LEAST_SORTED = 32
-"""Engines with the least to do that are put in order for each request."""
+FEW_ENGINES = 64
+"""So many are put in order sooner than they are found among all."""
 _SPREAD = 0x9E3779B97F4A7C15
 _MASK = 0xFFFF_FFFF_FFFF_FFFF
 
@@ -169,15 +169,18 @@ class PriceRouter:
         self._engines: list[EngineHandle] = []
         self._states: list[EngineState] = []
         """By number."""
-        self._waiting: NDArray[np.float64] = np.zeros(0)
+        self._waiting: list[float] = []
         """Seconds of work at each engine, by its number."""
+        self._idlest_first: list[tuple[float, int]] = []
+        """These seconds and the engine's number, in order; of equal ones the lower number first."""
 
     def add(self, engine: EngineHandle) -> None:
         self._engines.append(engine)
         state = self.router.add_engine(engine.name, MODEL, follows=True)
         assert state.number == len(self._states) == engine.number
         self._states.append(state)
-        self._waiting = np.zeros(len(self._states))
+        self._waiting.append(0.0)
+        self._idlest_first = [(0.0, number) for number in range(len(self._states))]
 
     def choose(self, request: TraceRequest, number: int) -> tuple[EngineHandle, Any]:
         identity = identity_of(request)
@@ -192,30 +195,37 @@ class PriceRouter:
         """The engines that know most of the request and have the least to do, and those that have
         the least to do at all."""
         found: dict[int, None] = {}
-        least = self._waiting.argpartition(LEAST_SORTED)[:LEAST_SORTED]
-        idle: list[int] = least[self._waiting[least].argsort(kind="stable")].tolist()
         for numbers in self.router.engines_that_know(identity):
             left = KNOWING_COMPARED - len(found)
             if len(numbers) > left:
-                numbers = self._idlest(numbers, idle, left)
+                numbers = self._idlest(numbers, left)
             found.update(dict.fromkeys(numbers))
             if len(found) >= KNOWING_COMPARED:
                 break
-        found.update(dict.fromkeys(idle[:IDLE_COMPARED]))
+        found.update(dict.fromkeys([each[1] for each in self._idlest_first[:IDLE_COMPARED]]))
         return [self._states[number] for number in found]
 
-    def _idlest(self, numbers: Collection[int], idle: Sequence[int], count: int) -> list[int]:
-        """Of these engines `count` with the least to do. `idle`: those of all, by what they have
-        to do."""
-        found = [number for number in idle if number in numbers][:count]
-        if len(found) < count:
-            listed = np.fromiter(numbers, np.intp, len(numbers))
-            order = np.argpartition(self._waiting[listed], count - 1)[:count]
-            found = listed[order].tolist()
+    def _idlest(self, numbers: Collection[int], count: int) -> list[int]:
+        """Of these engines `count` with the least to do, in order."""
+        if len(numbers) <= FEW_ENGINES:
+            waiting = self._waiting
+            return [each[1] for each in sorted([(waiting[n], n) for n in numbers])[:count]]
+        wanted = set(numbers) if isinstance(numbers, list) else numbers
+        found = []
+        for _, number in self._idlest_first:
+            if number in wanted:
+                found.append(number)
+                if len(found) == count:
+                    break
         return found
 
     def _note_waiting(self, state: EngineState) -> None:
-        self._waiting[state.number] = state.waiting_seconds()
+        number, seconds = state.number, state.waiting_seconds()
+        before, self._waiting[number] = self._waiting[number], seconds
+        if seconds != before:
+            ordered = self._idlest_first
+            del ordered[bisect_left(ordered, (before, number))]
+            insort(ordered, (seconds, number))
 
     def answered(self, sent: Sent) -> None:
         self.router.answered(sent.route, self._clock.now - sent.arrival)
