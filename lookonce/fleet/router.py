@@ -142,37 +142,42 @@ class EngineState:
         self.most_requests = self.num_requests
         if before is None or before.prompt_tokens > load.prompt_tokens:
             before = EngineLoad(0, 0, 0, 0.0, 0, 0.0, 0, 0.0)
-        rates = self.rates
-        self.num_loads += load.prompt_tokens - before.prompt_tokens >= MIN_TOKENS
-        rates.prompt_token = _corrected(
-            rates.prompt_token,
-            load.prompt_seconds - before.prompt_seconds,
-            load.prompt_tokens - before.prompt_tokens,
-            first=before.prompt_tokens == 0,
-        )
-        rates.decoded_token = _corrected(
-            rates.decoded_token,
-            load.decode_seconds - before.decode_seconds,
-            load.decoded_tokens - before.decoded_tokens,
-            first=before.decoded_tokens == 0,
-        )
-        rates.encoder_run = _corrected(
-            rates.encoder_run,
-            load.encode_seconds - before.encode_seconds,
-            load.encoder_runs - before.encoder_runs,
-            first=before.encoder_runs == 0,
-            least=1,
-        )
-        rates.tier_output = _of_tier(
-            rates.tier_output,
-            load.tier_output_seconds - before.tier_output_seconds,
-            load.tier_outputs - before.tier_outputs,
-        )
-        rates.tier_token = _of_tier(
-            rates.tier_token,
-            load.tier_token_seconds - before.tier_token_seconds,
-            load.tier_tokens - before.tier_tokens,
-        )
+        rates, prompt_tokens = self.rates, load.prompt_tokens - before.prompt_tokens
+        self.num_loads += prompt_tokens >= MIN_TOKENS
+        if prompt_tokens:
+            rates.prompt_token = _corrected(
+                rates.prompt_token,
+                load.prompt_seconds - before.prompt_seconds,
+                prompt_tokens,
+                first=before.prompt_tokens == 0,
+            )
+        if decoded_tokens := load.decoded_tokens - before.decoded_tokens:
+            rates.decoded_token = _corrected(
+                rates.decoded_token,
+                load.decode_seconds - before.decode_seconds,
+                decoded_tokens,
+                first=before.decoded_tokens == 0,
+            )
+        if encoder_runs := load.encoder_runs - before.encoder_runs:
+            rates.encoder_run = _corrected(
+                rates.encoder_run,
+                load.encode_seconds - before.encode_seconds,
+                encoder_runs,
+                first=before.encoder_runs == 0,
+                least=1,
+            )
+        if load.tier_outputs:
+            rates.tier_output = _of_tier(
+                rates.tier_output,
+                load.tier_output_seconds - before.tier_output_seconds,
+                load.tier_outputs - before.tier_outputs,
+            )
+        if load.tier_tokens:
+            rates.tier_token = _of_tier(
+                rates.tier_token,
+                load.tier_token_seconds - before.tier_token_seconds,
+                load.tier_tokens - before.tier_tokens,
+            )
 
     def waiting_seconds(self) -> float:
         """Work there, of requests sent by others too."""
@@ -645,7 +650,8 @@ class Router:
         engine.num_requests += 1
         engine.most_requests = max(engine.most_requests, engine.num_requests)
         route.expected = tuple(each.output for each in media)
-        engine.expected.update(route.expected)
+        for key in route.expected:
+            engine.expected[key] = engine.expected.get(key, 0) + 1
         for piece in identity.pieces:
             node = self._nodes.get(piece.digest)
             if node is None:
@@ -690,10 +696,12 @@ class Router:
         engine.num_requests -= 1
         if not engine.num_requests:
             engine.backlog = 0.0
-        engine.expected.subtract(route.expected)
         for key in route.expected:
-            if engine.expected[key] <= 0:
-                del engine.expected[key]
+            left = engine.expected.get(key, 0) - 1
+            if left > 0:
+                engine.expected[key] = left
+            else:
+                engine.expected.pop(key, None)
         if failed:
             for piece in route.identity.pieces:
                 node = self._nodes.get(piece.digest)

@@ -245,28 +245,32 @@ class PriceRouter:
 def identity_of(request: TraceRequest) -> Identity:
     """What the front-end would see in the request's body: pieces of text of about
     `PIECE_TOKENS` tokens, and media."""
-    blocks, size = request.blocks, request.block_tokens
-    pieces: list[Piece] = []
-
-    def cut(end: int, num_tokens: int, medium: int | None) -> None:
-        digest = (int(blocks[(end - 1) // size]) ^ (end * _SPREAD)) & _MASK or 1
-        chars = num_tokens * CHARS_PER_TOKEN if medium is None else 0
-        pieces.append(Piece(digest, chars, medium))
-
-    def say(start: int, end: int) -> None:
-        while start < end:
-            stop = min(end, start + PIECE_TOKENS)
-            cut(stop, stop - start, None)
-            start = stop
-
+    size = request.block_tokens
+    cuts: list[tuple[int, int, int | None]] = []
+    """(end, characters, number of the medium) of each piece."""
     at = 0
     for number, medium in enumerate(request.media):
-        say(at, medium.offset)
+        cuts += _text(at, medium.offset)
         at = medium.offset + medium.length
-        cut(at, medium.length, number)
-    say(at, request.prompt_tokens)
-    media = tuple(Medium(m.modality, short(m.key), True) for m in request.media)
+        cuts.append((at, 0, number))
+    cuts += _text(at, request.prompt_tokens)
+    blocks: list[int] = request.blocks.tolist()
+    pieces = [
+        Piece((blocks[(end - 1) // size] ^ (end * _SPREAD)) & _MASK or 1, chars, medium)
+        for end, chars, medium in cuts
+    ]
+    media = tuple([Medium(m.modality, short(m.key), True) for m in request.media])
     return Identity(MODEL, media, tuple(pieces), request.output_tokens)
+
+
+def _text(start: int, end: int) -> list[tuple[int, int, None]]:
+    """The pieces of a stretch of text, as `identity_of` cuts it."""
+    stops = [*range(start + PIECE_TOKENS, end, PIECE_TOKENS), end] if start < end else []
+    found: list[tuple[int, int, None]] = []
+    for stop in stops:
+        found.append((stop, (stop - start) * CHARS_PER_TOKEN, None))
+        start = stop
+    return found
 
 
 class _Plain:
