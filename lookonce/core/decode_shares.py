@@ -269,14 +269,14 @@ class DecodeShares:
     @property
     def _is_one_tenant(self) -> bool:
         """Whether this is so for certain, at no cost."""
-        queues = self._state.queues
-        if len(queues.active_of) > 1 or queues.turns.several or len(self._served) > 1:
+        queues, served = self._state.queues, self._served
+        active, waiting = queues.active_of, queues.waiting
+        if len(active) > 1 or queues.turns.several or len(served) > 1:
             return False
-        tenants = queues.active_of.keys() | self._served.keys()
-        waiting = queues.waiting.first
-        if waiting is not None:
-            tenants.add(waiting.request.tenant)
-        return len(tenants) <= 1
+        tenant = next(iter(active or served), None)
+        if served and tenant not in served:
+            return False
+        return tenant is None or not waiting or waiting[0].request.tenant == tenant
 
     def _note_served(self) -> None:
         queues, now = self._state.queues, self._state.clock()

@@ -11,6 +11,7 @@ loads as late as a real one gets them. The others are what it is compared with.
 from __future__ import annotations
 
 import random
+from array import array
 from bisect import bisect_left, insort
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -445,8 +446,7 @@ class Simulation:
         self.num_arrived = self.num_ended = 0
         self._ended_trace = False
         self._figures = Outcome(spec=spec, first_token=np.zeros(0), per_token=np.zeros(0))
-        self._first: list[float] = []
-        self._per_token: list[float] = []
+        self._first, self._per_token = array("d"), array("d")
         self._last_end = 0.0
         self._media: set[bytes] = set()
         self._by_engine = [0] * spec.engines
@@ -609,11 +609,13 @@ class Simulation:
 
 
 def shares(engines: int, processes: int) -> list[list[int]]:
-    """Numbers of the engines of each process, of which the first has more to do than others."""
+    """Numbers of the engines of each process, of which the first has more to do than others. Those
+    of each are spread over all: of equal engines the router takes the lower numbers."""
     first = max(0.0, (1.0 / processes - FRONT_END_SHARE) / (1.0 - FRONT_END_SHARE))
     of_first = round(engines * first)
-    others = [list(range(of_first + n, engines, processes - 1)) for n in range(processes - 1)]
-    return [list(range(of_first)), *others]
+    own = [number * engines // of_first for number in range(of_first)]
+    rest = sorted(set(range(engines)) - set(own))
+    return [own, *(rest[n :: processes - 1] for n in range(processes - 1))]
 
 
 def check_spec(spec: FleetSpec, prices: Prices) -> None:
