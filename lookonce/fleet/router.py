@@ -308,10 +308,12 @@ def _media_work(
     rates: Rates,
     held: Sequence[tuple[float, int, int, int]],
     num_held: int,
+    *,
+    repeated: bool,
 ) -> tuple[float, int]:
     """Seconds that media cost at an engine, and how many of them need no encoder run. `held`: of
     each its piece, the key of its output, and a bit for each engine that holds its output, and its
-    item; `num_held`: pieces whose tokens are held."""
+    item; `num_held`: pieces whose tokens are held; `repeated`: some have one key."""
     number, expected = engine.number, engine.expected
     seconds, num_known = 0.0, 0
     seen: set[int] = set()
@@ -319,7 +321,8 @@ def _media_work(
         if piece < num_held or outputs >> number & 1 or expected.get(key) or key in seen:
             num_known += 1
             continue
-        seen.add(key)
+        if repeated:
+            seen.add(key)
         if outputs and rates.tier_output is not None:
             seconds += min(rates.tier_output, rates.encoder_run)
             continue
@@ -562,7 +565,7 @@ class Router:
         candidates: Sequence[EngineState],
     ) -> list[Work]:
         """What the request costs at each engine."""
-        ends, total = [], 0.0
+        ends, total = [0.0], 0.0
         lengths = [self._length(each.medium, each.item) for each in media]
         for piece in identity.pieces:
             if piece.medium is None:
@@ -586,7 +589,9 @@ class Router:
         answer = self.answer_tokens
         if identity.max_tokens is not None:
             answer = min(answer, max(0, identity.max_tokens))
-        works, num_tokens, beside = [], round(total), BESIDE * answer
+        repeated = len({each.output for each in media}) < len(media)
+        known_tokens = [round(end) for end in ends]
+        works, num_tokens, beside = [], known_tokens[-1], BESIDE * answer
         for engine in candidates:
             number = engine.number
             of_engine, num_known = rates[number], known[number]
@@ -594,16 +599,16 @@ class Router:
             num_held = num_known if tier is None or tier >= prompt_token else longest
             seconds, num_known_media = 0.0, 0
             if held:
-                seconds, num_known_media = _media_work(engine, of_engine, held, num_held)
-            computed = ends[num_known - 1] if num_known else 0.0
-            read = ends[num_held - 1] if num_held else 0.0
-            prompt = (total - read) * prompt_token
-            prompt += (read - computed) * (tier or 0.0)
+                seconds, num_known_media = _media_work(
+                    engine, of_engine, held, num_held, repeated=repeated
+                )
+            prompt = (total - ends[num_held]) * prompt_token
+            prompt += (ends[num_held] - ends[num_known]) * (tier or 0.0)
             work = Work(
                 prompt,
                 seconds,
                 beside * of_engine.decoded_token,
-                round(computed),
+                known_tokens[num_known],
                 num_tokens,
                 num_known_media,
             )

@@ -22,6 +22,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
@@ -59,14 +60,14 @@ class Arrival(NamedTuple):
     request: TraceRequest
 
 
-class Answered(msgspec.Struct, frozen=True, gc=False, tag=True):
+class Answered(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):
     """A request's first token has come."""
 
     number: int
     first_token: float
 
 
-class Ended(msgspec.Struct, frozen=True, gc=False, tag=True):
+class Ended(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):
     """What has become of a request."""
 
     number: int
@@ -78,7 +79,7 @@ class Ended(msgspec.Struct, frozen=True, gc=False, tag=True):
     failed: str
 
 
-class Changed(msgspec.Struct, frozen=True, gc=False, tag=True):
+class Changed(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):
     """What an engine's caches have gained and lost, and its load."""
 
     engine: int
@@ -317,15 +318,17 @@ class ProcessShard:
             raise UnavailableError("a process of the simulation has ended") from error
 
 
-def _encode(message: Any) -> bytes:
-    """Block numbers of requests become bytes."""
-    return msgspec.msgpack.encode(message, enc_hook=lambda array: array.tobytes())
+_encode = msgspec.msgpack.Encoder(enc_hook=lambda array: array.tobytes()).encode
+"""Block numbers of requests become bytes."""
+
+
+@cache
+def _decoder(kind: type[T]) -> msgspec.msgpack.Decoder[T]:
+    return msgspec.msgpack.Decoder(kind, dec_hook=lambda _, data: np.frombuffer(data, np.uint64))
 
 
 def _decode(message: bytes, kind: type[T]) -> T:
-    return msgspec.msgpack.decode(
-        message, type=kind, dec_hook=lambda _, data: np.frombuffer(data, np.uint64)
-    )
+    return _decoder(kind).decode(message)
 
 
 def _serve(connection: Connection) -> None:
