@@ -181,7 +181,7 @@ class PriceRouter:
         assert state.number == len(self._states) == engine.number
         self._states.append(state)
         self._waiting.append(0.0)
-        self._idlest_first = [(0.0, number) for number in range(len(self._states))]
+        insort(self._idlest_first, (0.0, engine.number))
 
     def choose(self, request: TraceRequest, number: int) -> tuple[EngineHandle, Any]:
         identity = identity_of(request)
@@ -241,6 +241,11 @@ class PriceRouter:
 
     def apply(self, engine: int, changes: Sequence[Change]) -> None:
         self.router.apply(self._states[engine], changes)
+
+    def check_integrity(self) -> None:
+        """Raise where what is kept of engines disagrees."""
+        self.router.check_integrity()
+        assert self._idlest_first == sorted((s, n) for n, s in enumerate(self._waiting))
 
 
 def identity_of(request: TraceRequest) -> Identity:
@@ -605,7 +610,7 @@ class Simulation:
         if self._group is not None:
             self._group.check_integrity()
         if isinstance(self.router, PriceRouter):
-            self.router.router.check_integrity()
+            self.router.check_integrity()
 
 
 def shares(engines: int, processes: int) -> list[list[int]]:

@@ -150,7 +150,7 @@ class StepPlan(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def num_tokens(self) -> int:
-        return sum(s.num_tokens for s in self.scheduled)
+        return sum([s.num_tokens for s in self.scheduled])
 
 
 class StepResult(msgspec.Struct, frozen=True, gc=False):
