@@ -36,6 +36,7 @@ from lookonce.simulate.prices import Prices
 from lookonce.simulate.tiers import shared_tiers
 from lookonce.simulate.trace import TraceRequest
 from lookonce.types.kv import OutputLayout
+from lookonce.types.memory import resident_bytes
 
 WINDOWS_AHEAD = 4
 """Of which the lag is made: so many the front-end may be ahead of the engines."""
@@ -97,6 +98,8 @@ class GroupTotals(NamedTuple):
     preemptions: int
     encoder_runs: int
     events: int
+    resident_bytes: int
+    """Memory of the process, when all requests have ended."""
 
 
 class EngineGroup:
@@ -182,7 +185,9 @@ class EngineGroup:
             busy += engine.totals.busy
             preemptions += int(stats["num_preemptions_total"])
             encoder_runs += int(stats["encoder_runs_total"])
-        return GroupTotals(steps, busy, preemptions, encoder_runs, self._clock.num_events)
+        return GroupTotals(
+            steps, busy, preemptions, encoder_runs, self._clock.num_events, resident_bytes()
+        )
 
     def check_integrity(self) -> None:
         """Raise where an engine's caches disagree."""

@@ -388,6 +388,8 @@ class Outcome(msgspec.Struct, kw_only=True):
     most_requests: float = 0.0
     """Share of all requests that the engine with most of them got, times the engines."""
     events: int = 0
+    resident_bytes: tuple[int, ...] = ()
+    """Memory of each process that simulates, when all requests have ended."""
 
     def figures(self) -> dict[str, float | int | None]:
         """Name → value; times in seconds, shares of 1. None where there is nothing to tell of."""
@@ -594,6 +596,7 @@ class Simulation:
         found.seconds = self._last_end
         found.distinct_media = len(self._media)
         found.events = sum(each.events for each in totals)
+        found.resident_bytes = tuple(each.resident_bytes for each in totals)
         found.steps = sum(each.steps for each in totals)
         found.preemptions = sum(each.preemptions for each in totals)
         found.encoder_runs = sum(each.encoder_runs for each in totals)
