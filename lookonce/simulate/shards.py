@@ -328,12 +328,13 @@ _encode = msgspec.msgpack.Encoder(enc_hook=lambda array: array.tobytes()).encode
 
 
 @cache
-def _decoder(kind: type[T]) -> msgspec.msgpack.Decoder[T]:
+def _decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
     return msgspec.msgpack.Decoder(kind, dec_hook=lambda _, data: np.frombuffer(data, np.uint64))
 
 
 def _decode(message: bytes, kind: type[T]) -> T:
-    return _decoder(kind).decode(message)
+    decoded: T = _decoder(kind).decode(message)
+    return decoded
 
 
 def _serve(connection: Connection) -> None:
