@@ -95,6 +95,7 @@ def run_simulate(asked: Asked) -> int:
                     "config": msgspec.to_builtins(outcome.spec),
                     "cost": cost_of(outcome.spec, costs),
                     "wall_seconds": seconds,
+                    "resident_bytes": outcome.resident_bytes,
                     **outcome.figures(),
                 }
                 for outcome, seconds in outcomes

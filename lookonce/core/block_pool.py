@@ -73,7 +73,8 @@ class BlockPool:
 
     def count_free(self, blocks: Iterable[int]) -> int:
         """How many of `blocks` are free."""
-        return sum(1 for block in blocks if not self._references[block])
+        references = self._references
+        return sum([not references[block] for block in blocks])
 
     def try_allocate(
         self, count: int, reuse: Sequence[int] = (), *, reserve: int = 0
@@ -83,32 +84,34 @@ class BlockPool:
         Returns `reuse` followed by the new blocks; None, with nothing changed, when fewer than
         `reserve` blocks would stay free.
         """
-        references = self._references
-        if len(self._free) < count + reserve + (self.count_free(reuse) if reuse else 0):
+        references, free, hashes = self._references, self._free, self._hashes
+        if len(free) < count + reserve + (self.count_free(reuse) if reuse else 0):
             return None
         for block in reuse:
             if not references[block]:
-                del self._free[block]
+                del free[block]
             references[block] += 1
         taken = list(reuse)
         for _ in range(count):
-            block, _none = self._free.popitem(last=False)
-            self._forget(block)
+            block, _none = free.popitem(last=False)
+            if hashes[block] is not None:
+                self._forget(block)
             references[block] = 1
             taken.append(block)
         return taken
 
     def release(self, blocks: Sequence[int]) -> None:
         """Remove one reference from each block; `blocks` are in the order of the sequence."""
-        references = self._references
+        references, free, hashes = self._references, self._free, self._hashes
         for block in reversed(blocks):
-            if not references[block]:
+            left = references[block] - 1
+            if left < 0:
                 raise ValueError(f"block {block} is released but nobody holds it")
-            references[block] -= 1
-            if not references[block]:
-                self._free[block] = None
-                if self._hashes[block] is None:
-                    self._free.move_to_end(block, last=False)
+            references[block] = left
+            if not left:
+                free[block] = None
+                if hashes[block] is None:
+                    free.move_to_end(block, last=False)
 
     def register(self, block: int, block_hash: bytes) -> bool:
         """Register a referenced block under the hash of its prefix.

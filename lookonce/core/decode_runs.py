@@ -79,8 +79,9 @@ class DecodeRuns:
             request = sequence.request
             if request.session or request.eos_token_ids or request.stop_token_ids or request.frames:
                 return 0
-            reached = sequence.num_computed + steps
-            new += max(0, -(-reached // block_size) - len(sequence.block_ids))
+            grown = -(-(sequence.num_computed + steps) // block_size) - len(sequence.block_ids)
+            if grown > 0:
+                new += grown
         return steps if new <= state.block_pool.num_free else 0
 
     def advance(

@@ -27,6 +27,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+import msgspec
+
 from lookonce.core.encoder_scheduling import EncodeOwners
 from lookonce.core.request import Sequence
 from lookonce.core.scheduler_state import SchedulerState
@@ -100,8 +102,7 @@ class _Served:
     """Seconds of steps for its weight, counted while others were served, too."""
 
 
-@dataclass(frozen=True, slots=True)
-class _DoneStep:
+class _DoneStep(msgspec.Struct, frozen=True):
     """What a step computed, until it is known how long that took."""
 
     num_decodes: int
@@ -215,9 +216,11 @@ class DecodeShares:
         """
         now, before = self._state.clock(), self._done_at
         self._done_at = now
+        counts = [chunk.num_tokens for chunk in plan.scheduled]
+        num_decodes = counts.count(1)
         done = _DoneStep(
-            num_decodes=sum(chunk.num_tokens == 1 for chunk in plan.scheduled),
-            num_tokens=sum(chunk.num_tokens for chunk in plan.scheduled if chunk.num_tokens > 1),
+            num_decodes=num_decodes,
+            num_tokens=sum(counts) - num_decodes,
             encode_owners=encode_owners if plan.encode or plan.restore else None,
             measured=measured,
         )
@@ -269,14 +272,14 @@ class DecodeShares:
     @property
     def _is_one_tenant(self) -> bool:
         """Whether this is so for certain, at no cost."""
-        queues = self._state.queues
-        if len(queues.active_of) > 1 or queues.turns.several or len(self._served) > 1:
+        queues, served = self._state.queues, self._served
+        active, waiting = queues.active_of, queues.waiting
+        if len(active) > 1 or queues.turns.several or len(served) > 1:
             return False
-        tenants = queues.active_of.keys() | self._served.keys()
-        waiting = queues.waiting.first
-        if waiting is not None:
-            tenants.add(waiting.request.tenant)
-        return len(tenants) <= 1
+        tenant = next(iter(active or served), None)
+        if served and tenant not in served:
+            return False
+        return tenant is None or not waiting or waiting[0].request.tenant == tenant
 
     def _note_served(self) -> None:
         queues, now = self._state.queues, self._state.clock()

@@ -261,11 +261,12 @@ class MultiModalFeatures:
         first, last = slots.start, slots.stop - 1
         keys, offsets, ends = self._keys, self._offsets, self._ends
         slices = [_plain_slice(keys[first], offsets[first], ends[first], start, end)]
-        if last > first:
+        if last > first + 1:
             inner = slice(first + 1, last)
             at = np.frombuffer(offsets, dtype=np.int64)[inner] - start
             rows = self.rows(range(indices.start + 1, indices.stop - 1))
             slices += map(EmbedSlice, keys[inner], repeat(0), rows, at.tolist())
+        if last > first:
             slices.append(_plain_slice(keys[last], offsets[last], ends[last], start, end))
         return tuple(slices)
 

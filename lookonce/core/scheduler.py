@@ -548,23 +548,23 @@ class UpdateFromOutput:
         if sequence.cache_generation == pool.generation:
             sequence.hash_blocks(pool.block_size, num_full)
             told = self._kv_connector is not None or pool.events is not None
+            blocks, hashes = sequence.block_ids, sequence.block_hashes
             for index in range(sequence.num_registered, num_full):
-                block, block_hash = sequence.block_ids[index], sequence.block_hashes[index]
-                if pool.register(block, block_hash) and told:
+                if pool.register(blocks[index], hashes[index]) and told:
                     self._tell_registered(sequence, index)
         sequence.num_registered = num_full
 
     def _tell_registered(self, sequence: Sequence, index: int) -> None:
         """Tell the external tiers and subscribers of a block that was registered."""
-        block, block_hash = sequence.block_ids[index], sequence.block_hashes[index]
-        pool = self._state.block_pool
+        block_hash, pool = sequence.block_hashes[index], self._state.block_pool
         if self._kv_connector is not None:
-            self._kv_connector.note_registered(block_hash, block)
-        if pool.events is not None:
+            self._kv_connector.note_registered(block_hash, sequence.block_ids[index])
+        events = pool.events
+        if events is not None:
             content = NO_CONTENT
-            if pool.events.needs_content:
+            if events.needs_content:
                 content = block_content(sequence, index, pool.block_size)
-            pool.events.stored(block_hash, *content)
+            events.stored(block_hash, *content)
 
     def _tell_computed(self, sequence: Sequence) -> None:
         """Tell subscribers of a prompt whose last token was computed."""

@@ -414,17 +414,22 @@ class PromptTurns:
 
     def add(self, request: Request) -> None:
         """A sequence of this request has a prompt to compute."""
-        if not self._prompts[request.tenant]:
-            self._turns.join(request.tenant, request.weight)
+        tenant, prompts = request.tenant, self._prompts
+        known = prompts.get(tenant, 0)  # a Counter's own answer for what is missing is slow
+        if not known:
+            self._turns.join(tenant, request.weight)
         else:
-            self._turns.reweigh(request.tenant, request.weight)
-        self._prompts[request.tenant] += 1
+            self._turns.reweigh(tenant, request.weight)
+        prompts[tenant] = known + 1
 
     def remove(self, request: Request) -> None:
-        self._prompts[request.tenant] -= 1
-        if not self._prompts[request.tenant]:
-            del self._prompts[request.tenant]
-            self._turns.leave(request.tenant)
+        tenant, prompts = request.tenant, self._prompts
+        left = prompts[tenant] - 1
+        if left:
+            prompts[tenant] = left
+        else:
+            prompts.pop(tenant)
+            self._turns.leave(tenant)
 
     def choose(self, heads: dict[str, float]) -> str:
         """The tenant whose turn it is: `heads` has the tokens that each would compute next. Others
@@ -501,7 +506,7 @@ class RequestQueues:
 
     def add(self, request: Request) -> None:
         self.requests[request.request_id] = request
-        self._waiting_of[request.tenant] += 1
+        _count(self._waiting_of, request.tenant, 1)
         for sequence in request.sequences:
             self.sequences[sequence.seq_id] = sequence
             self._by_state[sequence.state].add(sequence)
@@ -573,9 +578,7 @@ class RequestQueues:
         return list(firsts.values())
 
     def _count_active(self, request: Request, change: int) -> None:
-        self.active_of[request.tenant] += change
-        if not self.active_of[request.tenant]:
-            del self.active_of[request.tenant]
+        _count(self.active_of, request.tenant, change)
         before = request.num_active > 0
         request.num_active += change
         begun = (request.num_active > 0) - before
@@ -584,9 +587,16 @@ class RequestQueues:
             self._count_waiting(request, -begun)
 
     def _count_waiting(self, request: Request, change: int) -> None:
-        self._waiting_of[request.tenant] += change
-        if not self._waiting_of[request.tenant]:
-            del self._waiting_of[request.tenant]
+        _count(self._waiting_of, request.tenant, change)
+
+
+def _count(counts: Counter[str], tenant: str, change: int) -> None:
+    """Change a count, which is left out where it is 0. A `Counter` does both in Python."""
+    left = counts.get(tenant, 0) + change
+    if left:
+        counts[tenant] = left
+    else:
+        counts.pop(tenant, None)
 
 
 @dataclass(slots=True)

@@ -25,8 +25,9 @@ DEFAULT_MAX_ENTRIES = 10_000_000
 
 def short(digest: bytes | int) -> int:
     """The number a digest is listed under; never 0. Peers' block hashes may be numbers."""
-    number = digest if isinstance(digest, int) else int.from_bytes(digest[:8], "little")
-    return (number & 0xFFFF_FFFF_FFFF_FFFF) or 1
+    if isinstance(digest, int):
+        return (digest & 0xFFFF_FFFF_FFFF_FFFF) or 1
+    return int.from_bytes(digest[:8], "little") or 1
 
 
 class DigestIndex:

@@ -142,37 +142,42 @@ class EngineState:
         self.most_requests = self.num_requests
         if before is None or before.prompt_tokens > load.prompt_tokens:
             before = EngineLoad(0, 0, 0, 0.0, 0, 0.0, 0, 0.0)
-        rates = self.rates
-        self.num_loads += load.prompt_tokens - before.prompt_tokens >= MIN_TOKENS
-        rates.prompt_token = _corrected(
-            rates.prompt_token,
-            load.prompt_seconds - before.prompt_seconds,
-            load.prompt_tokens - before.prompt_tokens,
-            first=before.prompt_tokens == 0,
-        )
-        rates.decoded_token = _corrected(
-            rates.decoded_token,
-            load.decode_seconds - before.decode_seconds,
-            load.decoded_tokens - before.decoded_tokens,
-            first=before.decoded_tokens == 0,
-        )
-        rates.encoder_run = _corrected(
-            rates.encoder_run,
-            load.encode_seconds - before.encode_seconds,
-            load.encoder_runs - before.encoder_runs,
-            first=before.encoder_runs == 0,
-            least=1,
-        )
-        rates.tier_output = _of_tier(
-            rates.tier_output,
-            load.tier_output_seconds - before.tier_output_seconds,
-            load.tier_outputs - before.tier_outputs,
-        )
-        rates.tier_token = _of_tier(
-            rates.tier_token,
-            load.tier_token_seconds - before.tier_token_seconds,
-            load.tier_tokens - before.tier_tokens,
-        )
+        rates, prompt_tokens = self.rates, load.prompt_tokens - before.prompt_tokens
+        self.num_loads += prompt_tokens >= MIN_TOKENS
+        if prompt_tokens:
+            rates.prompt_token = _corrected(
+                rates.prompt_token,
+                load.prompt_seconds - before.prompt_seconds,
+                prompt_tokens,
+                first=before.prompt_tokens == 0,
+            )
+        if decoded_tokens := load.decoded_tokens - before.decoded_tokens:
+            rates.decoded_token = _corrected(
+                rates.decoded_token,
+                load.decode_seconds - before.decode_seconds,
+                decoded_tokens,
+                first=before.decoded_tokens == 0,
+            )
+        if encoder_runs := load.encoder_runs - before.encoder_runs:
+            rates.encoder_run = _corrected(
+                rates.encoder_run,
+                load.encode_seconds - before.encode_seconds,
+                encoder_runs,
+                first=before.encoder_runs == 0,
+                least=1,
+            )
+        if load.tier_outputs:
+            rates.tier_output = _of_tier(
+                rates.tier_output,
+                load.tier_output_seconds - before.tier_output_seconds,
+                load.tier_outputs - before.tier_outputs,
+            )
+        if load.tier_tokens:
+            rates.tier_token = _of_tier(
+                rates.tier_token,
+                load.tier_token_seconds - before.tier_token_seconds,
+                load.tier_tokens - before.tier_tokens,
+            )
 
     def waiting_seconds(self) -> float:
         """Work there, of requests sent by others too."""
@@ -238,14 +243,15 @@ def _rates_of(engines: Sequence[EngineState]) -> dict[int, Rates]:
         min([rates.decoded_token for rates in listed]),
         sum([rates.processing for rates in listed]) / len(listed),
     )
-    found = {
-        e.number: e.rates if e.num_loads >= MIN_LOADS and e.rates.is_slower(usual) else usual
-        for e in engines
-    }
-    output = _least([engine.rates.tier_output for engine in engines])
-    token = _least([engine.rates.tier_token for engine in engines])
-    if output is None and token is None:
+    found = dict.fromkeys([engine.number for engine in engines], usual)
+    for engine in engines:
+        if engine.num_loads >= MIN_LOADS and engine.rates.is_slower(usual):
+            found[engine.number] = engine.rates
+    outputs = [e.rates.tier_output for e in engines if e.rates.tier_output is not None]
+    tokens = [e.rates.tier_token for e in engines if e.rates.tier_token is not None]
+    if not outputs and not tokens:
         return found
+    output, token = min(outputs, default=None), min(tokens, default=None)
     return {  # one that has loaded nothing yet can load as others do
         number: replace(
             rates,
@@ -254,10 +260,6 @@ def _rates_of(engines: Sequence[EngineState]) -> dict[int, Rates]:
         )
         for number, rates in found.items()
     }
-
-
-def _least(rates: Iterable[float | None]) -> float | None:
-    return min((rate for rate in rates if rate is not None), default=None)
 
 
 def _of_tier(rate: float | None, seconds: float, count: int) -> float | None:
@@ -299,6 +301,35 @@ class Route:
             f" media {self.work.num_known}/{len(self.identity.media)};"
             f" {self.price:.3f} s{other}"
         )
+
+
+def _media_work(
+    engine: EngineState,
+    rates: Rates,
+    held: Sequence[tuple[float, int, int, int]],
+    num_held: int,
+    *,
+    repeated: bool,
+) -> tuple[float, int]:
+    """Seconds that media cost at an engine, and how many of them need no encoder run. `held`: of
+    each its piece, the key of its output, and a bit for each engine that holds its output, and its
+    item; `num_held`: pieces whose tokens are held; `repeated`: some have one key."""
+    number, expected = engine.number, engine.expected
+    seconds, num_known = 0.0, 0
+    seen: set[int] = set()
+    for piece, key, outputs, items in held:
+        if piece < num_held or outputs >> number & 1 or expected.get(key) or key in seen:
+            num_known += 1
+            continue
+        if repeated:
+            seen.add(key)
+        if outputs and rates.tier_output is not None:
+            seconds += min(rates.tier_output, rates.encoder_run)
+            continue
+        seconds += rates.encoder_run
+        if not items >> number & 1:
+            seconds += rates.processing
+    return seconds, num_known
 
 
 class _Keyed(NamedTuple):
@@ -451,9 +482,10 @@ class Router:
         media = [self._keyed(medium, identity) for medium in identity.media]
         knowing = self._knowing(media, candidates)
         works = self._works(identity, media, candidates)
+        firsts = [work.prompt + work.media for work in works]
         prices = [
-            (engine.waiting_seconds() + RECOMPUTED * work.to_first_token, engine, work)
-            for engine, work in zip(candidates, works, strict=True)
+            (engine.waiting_seconds() + RECOMPUTED * first, engine, work)
+            for engine, first, work in zip(candidates, firsts, works, strict=True)
         ]
         listed = prices
         if len(knowing) < len(prices):
@@ -463,13 +495,12 @@ class Router:
             reason = stuck[1]
         else:
             price, engine, work = self._cheapest(listed, identity)
-            usual = min(works, key=lambda each: -each.to_first_token)
-            known = work.to_first_token < usual.to_first_token - EQUAL_SECONDS
+            known = work.to_first_token < max(firsts) - EQUAL_SECONDS
             reason = "known" if known else "least_loaded"
             if len(candidates) == 1:
                 reason = "only"
-        others = [each[0] for each in prices if each[1] is not engine]
-        route = Route(engine, identity, work, reason, price, min(others, default=math.inf))
+        next_price = min([each[0] for each in prices if each[1] is not engine], default=math.inf)
+        route = Route(engine, identity, work, reason, price, next_price)
         self._begin(request_id, route, media)
         return route
 
@@ -478,7 +509,7 @@ class Router:
     ) -> tuple[float, EngineState, Work]:
         """Ties go to the engine with fewer requests, then always to the same one for a prompt:
         so several front-ends agree on prompts that none of them has seen."""
-        least = min(price for price, _, _ in prices)
+        least = min([each[0] for each in prices])
         equal = [each for each in prices if each[0] <= least + EQUAL_SECONDS]
         if len(equal) == 1:
             return equal[0]
@@ -534,7 +565,7 @@ class Router:
         candidates: Sequence[EngineState],
     ) -> list[Work]:
         """What the request costs at each engine."""
-        ends, total = [], 0.0
+        ends, total = [0.0], 0.0
         lengths = [self._length(each.medium, each.item) for each in media]
         for piece in identity.pieces:
             if piece.medium is None:
@@ -558,47 +589,31 @@ class Router:
         answer = self.answer_tokens
         if identity.max_tokens is not None:
             answer = min(answer, max(0, identity.max_tokens))
-        works, num_tokens, beside = [], round(total), BESIDE * answer
+        repeated = len({each.output for each in media}) < len(media)
+        known_tokens = [round(end) for end in ends]
+        works, num_tokens, beside = [], known_tokens[-1], BESIDE * answer
         for engine in candidates:
-            of_engine = rates[engine.number]
-            num_known = known[engine.number]
-            tier = of_engine.tier_token
-            num_held = num_known if tier is None or tier >= of_engine.prompt_token else longest
-            work = Work(answer=beside * of_engine.decoded_token, num_tokens=num_tokens)
+            number = engine.number
+            of_engine, num_known = rates[number], known[number]
+            tier, prompt_token = of_engine.tier_token, of_engine.prompt_token
+            num_held = num_known if tier is None or tier >= prompt_token else longest
+            seconds, num_known_media = 0.0, 0
             if held:
-                self._add_media(work, engine, of_engine, held, num_held)
-            computed = ends[num_known - 1] if num_known else 0.0
-            read = ends[num_held - 1] if num_held else 0.0
-            work.known_tokens = round(computed)
-            work.prompt = (total - read) * of_engine.prompt_token
-            work.prompt += (read - computed) * (tier or 0.0)
+                seconds, num_known_media = _media_work(
+                    engine, of_engine, held, num_held, repeated=repeated
+                )
+            prompt = (total - ends[num_held]) * prompt_token
+            prompt += (ends[num_held] - ends[num_known]) * (tier or 0.0)
+            work = Work(
+                prompt,
+                seconds,
+                beside * of_engine.decoded_token,
+                known_tokens[num_known],
+                num_tokens,
+                num_known_media,
+            )
             works.append(work)
         return works
-
-    def _add_media(
-        self,
-        work: Work,
-        engine: EngineState,
-        rates: Rates,
-        held: Sequence[tuple[float, int, int, int]],
-        num_held: int,
-    ) -> None:
-        """What media cost at an engine. `held`: of each its piece, the key of its output, and a bit
-        for each engine that holds its output, and its item; `num_held`: pieces whose tokens are
-        held."""
-        number, expected = engine.number, engine.expected
-        seen: set[int] = set()
-        for piece, key, outputs, items in held:
-            if piece < num_held or outputs >> number & 1 or expected.get(key) or key in seen:
-                work.num_known += 1
-                continue
-            seen.add(key)
-            if outputs and rates.tier_output is not None:
-                work.media += min(rates.tier_output, rates.encoder_run)
-                continue
-            work.media += rates.encoder_run
-            if not items >> number & 1:
-                work.media += rates.processing
 
     def _known_pieces(
         self, identity: Identity, candidates: Sequence[EngineState]
@@ -640,7 +655,8 @@ class Router:
         engine.num_requests += 1
         engine.most_requests = max(engine.most_requests, engine.num_requests)
         route.expected = tuple(each.output for each in media)
-        engine.expected.update(route.expected)
+        for key in route.expected:
+            engine.expected[key] = engine.expected.get(key, 0) + 1
         for piece in identity.pieces:
             node = self._nodes.get(piece.digest)
             if node is None:
@@ -685,10 +701,12 @@ class Router:
         engine.num_requests -= 1
         if not engine.num_requests:
             engine.backlog = 0.0
-        engine.expected.subtract(route.expected)
         for key in route.expected:
-            if engine.expected[key] <= 0:
-                del engine.expected[key]
+            left = engine.expected.get(key, 0) - 1
+            if left > 0:
+                engine.expected[key] = left
+            else:
+                engine.expected.pop(key, None)
         if failed:
             for piece in route.identity.pieces:
                 node = self._nodes.get(piece.digest)

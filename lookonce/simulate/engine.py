@@ -240,6 +240,11 @@ def _no_tokens(count: int) -> memoryview:
     return memoryview(bytes(4 * count))
 
 
+@lru_cache(maxsize=4096)
+def _placeholders(count: int) -> NDArray[np.int32]:
+    return np.full(count, PLACEHOLDER, np.int32)
+
+
 def _nothing() -> None:
     """Nobody waits for it."""
 
@@ -376,7 +381,7 @@ class SimulatedEngine:
     def arrive(self, served: Served) -> None:
         """A request's last byte has come."""
         request, prices = served.request, self.prices
-        sent = sum(medium.num_bytes for medium in request.media)
+        sent = sum([medium.num_bytes for medium in request.media])
         seconds = prices.of_request(request.prompt_tokens, len(request.media), sent)
         seconds /= 1.0 - self._streaming_share()
         self._api.run(seconds, self._resolve, served)
@@ -606,7 +611,7 @@ class SimulatedEngine:
 
     def _next_tokens(self, sequence: SchedulerSequence, count: int) -> NDArray[np.int32]:
         if not self.spec.with_tokens:
-            return np.zeros(count, np.int32)
+            return _placeholders(count)
         at = len(sequence.tokens)
         return self._served[sequence.request.request_id].tokens[at : at + count]
 
@@ -655,12 +660,14 @@ class SimulatedEngine:
         self._on_end(served)
 
     def _tell_load(self) -> None:
-        if self._events is not None:
-            scheduler, now = self.scheduler, self.clock.now
+        events = self._events
+        if events is not None:
+            queues, now = self._state.queues, self.clock.now
             if now >= self._next_load:
                 self._next_load = now + LOAD_SECONDS
-            self._events.tell_load(now, scheduler.num_running, scheduler.num_waiting)
-            self._events.flush()
+            running = queues.num_running_requests
+            events.tell_load(now, running, len(queues.requests) - running)
+            events.flush()
 
     def check_integrity(self) -> None:
         """Raise where the caches disagree, or something is left of requests that have ended."""

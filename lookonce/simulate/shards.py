@@ -22,6 +22,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
@@ -35,6 +36,7 @@ from lookonce.simulate.prices import Prices
 from lookonce.simulate.tiers import shared_tiers
 from lookonce.simulate.trace import TraceRequest
 from lookonce.types.kv import OutputLayout
+from lookonce.types.memory import resident_bytes
 
 WINDOWS_AHEAD = 4
 """Of which the lag is made: so many the front-end may be ahead of the engines."""
@@ -59,14 +61,14 @@ class Arrival(NamedTuple):
     request: TraceRequest
 
 
-class Answered(msgspec.Struct, frozen=True, gc=False, tag=True):
+class Answered(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):
     """A request's first token has come."""
 
     number: int
     first_token: float
 
 
-class Ended(msgspec.Struct, frozen=True, gc=False, tag=True):
+class Ended(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):
     """What has become of a request."""
 
     number: int
@@ -78,7 +80,7 @@ class Ended(msgspec.Struct, frozen=True, gc=False, tag=True):
     failed: str
 
 
-class Changed(msgspec.Struct, frozen=True, gc=False, tag=True):
+class Changed(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):
     """What an engine's caches have gained and lost, and its load."""
 
     engine: int
@@ -96,6 +98,8 @@ class GroupTotals(NamedTuple):
     preemptions: int
     encoder_runs: int
     events: int
+    resident_bytes: int
+    """Memory of the process, when all requests have ended."""
 
 
 class EngineGroup:
@@ -181,7 +185,9 @@ class EngineGroup:
             busy += engine.totals.busy
             preemptions += int(stats["num_preemptions_total"])
             encoder_runs += int(stats["encoder_runs_total"])
-        return GroupTotals(steps, busy, preemptions, encoder_runs, self._clock.num_events)
+        return GroupTotals(
+            steps, busy, preemptions, encoder_runs, self._clock.num_events, resident_bytes()
+        )
 
     def check_integrity(self) -> None:
         """Raise where an engine's caches disagree."""
@@ -317,15 +323,18 @@ class ProcessShard:
             raise UnavailableError("a process of the simulation has ended") from error
 
 
-def _encode(message: Any) -> bytes:
-    """Block numbers of requests become bytes."""
-    return msgspec.msgpack.encode(message, enc_hook=lambda array: array.tobytes())
+_encode = msgspec.msgpack.Encoder(enc_hook=lambda array: array.tobytes()).encode
+"""Block numbers of requests become bytes."""
+
+
+@cache
+def _decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
+    return msgspec.msgpack.Decoder(kind, dec_hook=lambda _, data: np.frombuffer(data, np.uint64))
 
 
 def _decode(message: bytes, kind: type[T]) -> T:
-    return msgspec.msgpack.decode(
-        message, type=kind, dec_hook=lambda _, data: np.frombuffer(data, np.uint64)
-    )
+    decoded: T = _decoder(kind).decode(message)
+    return decoded
 
 
 def _serve(connection: Connection) -> None:

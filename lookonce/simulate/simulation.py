@@ -11,7 +11,8 @@ loads as late as a real one gets them. The others are what it is compared with.
 from __future__ import annotations
 
 import random
-from bisect import bisect_left
+from array import array
+from bisect import bisect_left, insort
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -56,8 +57,8 @@ MOST_COMPARED = 64
 """Engines of which the router compares all."""
 KNOWING_COMPARED, IDLE_COMPARED = 8, 4
 """Of more engines: those that know most of a request, and those with the least to do."""
-LEAST_SORTED = 32
-"""Engines with the least to do that are put in order for each request."""
+FEW_ENGINES = 64
+"""So many are put in order sooner than they are found among all."""
 _SPREAD = 0x9E3779B97F4A7C15
 _MASK = 0xFFFF_FFFF_FFFF_FFFF
 
@@ -169,15 +170,18 @@ class PriceRouter:
         self._engines: list[EngineHandle] = []
         self._states: list[EngineState] = []
         """By number."""
-        self._waiting: NDArray[np.float64] = np.zeros(0)
+        self._waiting: list[float] = []
         """Seconds of work at each engine, by its number."""
+        self._idlest_first: list[tuple[float, int]] = []
+        """These seconds and the engine's number, in order; of equal ones the lower number first."""
 
     def add(self, engine: EngineHandle) -> None:
         self._engines.append(engine)
         state = self.router.add_engine(engine.name, MODEL, follows=True)
         assert state.number == len(self._states) == engine.number
         self._states.append(state)
-        self._waiting = np.zeros(len(self._states))
+        self._waiting.append(0.0)
+        insort(self._idlest_first, (0.0, engine.number))
 
     def choose(self, request: TraceRequest, number: int) -> tuple[EngineHandle, Any]:
         identity = identity_of(request)
@@ -192,30 +196,37 @@ class PriceRouter:
         """The engines that know most of the request and have the least to do, and those that have
         the least to do at all."""
         found: dict[int, None] = {}
-        least = self._waiting.argpartition(LEAST_SORTED)[:LEAST_SORTED]
-        idle: list[int] = least[self._waiting[least].argsort(kind="stable")].tolist()
         for numbers in self.router.engines_that_know(identity):
             left = KNOWING_COMPARED - len(found)
             if len(numbers) > left:
-                numbers = self._idlest(numbers, idle, left)
+                numbers = self._idlest(numbers, left)
             found.update(dict.fromkeys(numbers))
             if len(found) >= KNOWING_COMPARED:
                 break
-        found.update(dict.fromkeys(idle[:IDLE_COMPARED]))
+        found.update(dict.fromkeys([each[1] for each in self._idlest_first[:IDLE_COMPARED]]))
         return [self._states[number] for number in found]
 
-    def _idlest(self, numbers: Collection[int], idle: Sequence[int], count: int) -> list[int]:
-        """Of these engines `count` with the least to do. `idle`: those of all, by what they have
-        to do."""
-        found = [number for number in idle if number in numbers][:count]
-        if len(found) < count:
-            listed = np.fromiter(numbers, np.intp, len(numbers))
-            order = np.argpartition(self._waiting[listed], count - 1)[:count]
-            found = listed[order].tolist()
+    def _idlest(self, numbers: Collection[int], count: int) -> list[int]:
+        """Of these engines `count` with the least to do, in order."""
+        if len(numbers) <= FEW_ENGINES:
+            waiting = self._waiting
+            return [each[1] for each in sorted([(waiting[n], n) for n in numbers])[:count]]
+        wanted = set(numbers) if isinstance(numbers, list) else numbers
+        found = []
+        for _, number in self._idlest_first:
+            if number in wanted:
+                found.append(number)
+                if len(found) == count:
+                    break
         return found
 
     def _note_waiting(self, state: EngineState) -> None:
-        self._waiting[state.number] = state.waiting_seconds()
+        number, seconds = state.number, state.waiting_seconds()
+        before, self._waiting[number] = self._waiting[number], seconds
+        if seconds != before:
+            ordered = self._idlest_first
+            del ordered[bisect_left(ordered, (before, number))]
+            insort(ordered, (seconds, number))
 
     def answered(self, sent: Sent) -> None:
         self.router.answered(sent.route, self._clock.now - sent.arrival)
@@ -231,32 +242,41 @@ class PriceRouter:
     def apply(self, engine: int, changes: Sequence[Change]) -> None:
         self.router.apply(self._states[engine], changes)
 
+    def check_integrity(self) -> None:
+        """Raise where what is kept of engines disagrees."""
+        self.router.check_integrity()
+        assert self._idlest_first == sorted((s, n) for n, s in enumerate(self._waiting))
+
 
 def identity_of(request: TraceRequest) -> Identity:
     """What the front-end would see in the request's body: pieces of text of about
     `PIECE_TOKENS` tokens, and media."""
-    blocks, size = request.blocks, request.block_tokens
-    pieces: list[Piece] = []
-
-    def cut(end: int, num_tokens: int, medium: int | None) -> None:
-        digest = (int(blocks[(end - 1) // size]) ^ (end * _SPREAD)) & _MASK or 1
-        chars = num_tokens * CHARS_PER_TOKEN if medium is None else 0
-        pieces.append(Piece(digest, chars, medium))
-
-    def say(start: int, end: int) -> None:
-        while start < end:
-            stop = min(end, start + PIECE_TOKENS)
-            cut(stop, stop - start, None)
-            start = stop
-
+    size = request.block_tokens
+    cuts: list[tuple[int, int, int | None]] = []
+    """(end, characters, number of the medium) of each piece."""
     at = 0
     for number, medium in enumerate(request.media):
-        say(at, medium.offset)
+        cuts += _text(at, medium.offset)
         at = medium.offset + medium.length
-        cut(at, medium.length, number)
-    say(at, request.prompt_tokens)
-    media = tuple(Medium(m.modality, short(m.key), True) for m in request.media)
+        cuts.append((at, 0, number))
+    cuts += _text(at, request.prompt_tokens)
+    blocks: list[int] = request.blocks.tolist()
+    pieces = [
+        Piece((blocks[(end - 1) // size] ^ (end * _SPREAD)) & _MASK or 1, chars, medium)
+        for end, chars, medium in cuts
+    ]
+    media = tuple([Medium(m.modality, short(m.key), True) for m in request.media])
     return Identity(MODEL, media, tuple(pieces), request.output_tokens)
+
+
+def _text(start: int, end: int) -> list[tuple[int, int, None]]:
+    """The pieces of a stretch of text, as `identity_of` cuts it."""
+    stops = [*range(start + PIECE_TOKENS, end, PIECE_TOKENS), end] if start < end else []
+    found: list[tuple[int, int, None]] = []
+    for stop in stops:
+        found.append((stop, (stop - start) * CHARS_PER_TOKEN, None))
+        start = stop
+    return found
 
 
 class _Plain:
@@ -368,6 +388,8 @@ class Outcome(msgspec.Struct, kw_only=True):
     most_requests: float = 0.0
     """Share of all requests that the engine with most of them got, times the engines."""
     events: int = 0
+    resident_bytes: tuple[int, ...] = ()
+    """Memory of each process that simulates, when all requests have ended."""
 
     def figures(self) -> dict[str, float | int | None]:
         """Name → value; times in seconds, shares of 1. None where there is nothing to tell of."""
@@ -431,8 +453,7 @@ class Simulation:
         self.num_arrived = self.num_ended = 0
         self._ended_trace = False
         self._figures = Outcome(spec=spec, first_token=np.zeros(0), per_token=np.zeros(0))
-        self._first: list[float] = []
-        self._per_token: list[float] = []
+        self._first, self._per_token = array("d"), array("d")
         self._last_end = 0.0
         self._media: set[bytes] = set()
         self._by_engine = [0] * spec.engines
@@ -575,6 +596,7 @@ class Simulation:
         found.seconds = self._last_end
         found.distinct_media = len(self._media)
         found.events = sum(each.events for each in totals)
+        found.resident_bytes = tuple(each.resident_bytes for each in totals)
         found.steps = sum(each.steps for each in totals)
         found.preemptions = sum(each.preemptions for each in totals)
         found.encoder_runs = sum(each.encoder_runs for each in totals)
@@ -591,15 +613,17 @@ class Simulation:
         if self._group is not None:
             self._group.check_integrity()
         if isinstance(self.router, PriceRouter):
-            self.router.router.check_integrity()
+            self.router.check_integrity()
 
 
 def shares(engines: int, processes: int) -> list[list[int]]:
-    """Numbers of the engines of each process, of which the first has more to do than others."""
+    """Numbers of the engines of each process, of which the first has more to do than others. Those
+    of each are spread over all: of equal engines the router takes the lower numbers."""
     first = max(0.0, (1.0 / processes - FRONT_END_SHARE) / (1.0 - FRONT_END_SHARE))
     of_first = round(engines * first)
-    others = [list(range(of_first + n, engines, processes - 1)) for n in range(processes - 1)]
-    return [list(range(of_first)), *others]
+    own = [number * engines // of_first for number in range(of_first)]
+    rest = sorted(set(range(engines)) - set(own))
+    return [own, *(rest[n :: processes - 1] for n in range(processes - 1))]
 
 
 def check_spec(spec: FleetSpec, prices: Prices) -> None:

@@ -44,7 +44,7 @@ IMAGE_TOKENS = 256
 MAX_TOKENS = 1 << 30
 
 
-class TraceMedium(msgspec.Struct, frozen=True, gc=False):
+class TraceMedium(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """A media item of a prompt: tokens `[offset, offset + length)`."""
 
     key: bytes
@@ -57,7 +57,7 @@ class TraceMedium(msgspec.Struct, frozen=True, gc=False):
     pixels: int = 0
 
 
-class TraceRequest(msgspec.Struct, frozen=True, gc=False):
+class TraceRequest(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """One request of a trace."""
 
     arrival: float

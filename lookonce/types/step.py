@@ -17,8 +17,7 @@ from lookonce.types.request import PromptLogprob, TokenLogprob
 from lookonce.types.sampling import CompiledGrammar, SamplingParams
 
 
-@dataclass(frozen=True, slots=True)
-class NewSequence:
+class NewSequence(msgspec.Struct, frozen=True, eq=False):
     """A sequence the runner has not seen, or sees again after preemption."""
 
     seq_id: int
@@ -151,7 +150,7 @@ class StepPlan(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def num_tokens(self) -> int:
-        return sum(s.num_tokens for s in self.scheduled)
+        return sum([s.num_tokens for s in self.scheduled])
 
 
 class StepResult(msgspec.Struct, frozen=True, gc=False):

@@ -55,6 +55,15 @@ def test_per_engine_grows_the_trace_with_the_fleet(tmp_path: Path) -> None:
     assert [run["requests"] for run in json.loads(path.read_text())["runs"]] == [5, 15]
 
 
+def test_the_memory_of_each_process_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "figures.json"
+    run_simulate(
+        Asked(trace="fresh", engines="2", processes=2, shape=("requests=5",), json_file=path)
+    )
+    (told,) = json.loads(path.read_text())["runs"]
+    assert len(told["resident_bytes"]) == 2
+
+
 def test_a_fleet_has_no_more_processes_than_engines() -> None:
     found = specs_of(Asked(trace="fresh", engines="1,4", processes=2))
     assert [(spec.engines, spec.processes) for spec in found] == [(1, 1), (4, 2)]

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from types import SimpleNamespace
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -105,7 +106,7 @@ def test_a_preempted_sequence_goes_on_where_it_was(llama):
     expected = answer(make_runner(llama), prompt, count=4)
     runner = make_runner(llama)
     so_far = np.array([*prompt, *answer(runner, prompt, count=2)], np.int32)
-    again = dataclasses.replace(new(0, so_far), num_prompt_tokens=len(prompt))
+    again = msgspec.structs.replace(new(0, so_far), num_prompt_tokens=len(prompt))
     plan = StepPlan(9, finished=(0,), new=(again,), scheduled=(whole(0, so_far, 30),))
     assert list(runner.execute(plan).token_ids) == expected[2:3]
 

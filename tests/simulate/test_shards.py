@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import msgspec
 import numpy as np
 import pytest
@@ -12,7 +14,15 @@ from lookonce.errors import ConfigError, UnavailableError
 from lookonce.simulate.engine import EngineSpec
 from lookonce.simulate.prices import Prices
 from lookonce.simulate.shards import LocalShard, ProcessShard, Window
-from lookonce.simulate.simulation import ROUTERS, FleetSpec, Outcome, Sent, Simulation, shares
+from lookonce.simulate.simulation import (
+    MOST_COMPARED,
+    ROUTERS,
+    FleetSpec,
+    Outcome,
+    Sent,
+    Simulation,
+    shares,
+)
 from lookonce.simulate.trace import GENERATORS, Shape, TraceRequest
 from lookonce.types.kv import parse_tier_spec
 
@@ -73,6 +83,13 @@ def test_engines_in_shards_do_the_same(name: str, router: str) -> None:
     assert all_one == all_other
     assert figures(one) == pytest.approx(figures(other), rel=1e-12)
     assert one.requests == len(requests)
+
+
+@pytest.mark.parametrize("name", ["zipf", "agents"])
+def test_a_fleet_of_which_only_the_likely_engines_are_compared_does_the_same(name: str) -> None:
+    spec = FleetSpec(engines=MOST_COMPARED + 6, engine=SMALL)
+    requests = list(GENERATORS[name](replace(SHAPE, requests=300, rate=300.0)))
+    assert together(requests, spec, Prices())[1] == in_shards(requests, spec, Prices(), 3)[1]
 
 
 @settings(max_examples=15, deadline=None)

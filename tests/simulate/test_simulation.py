@@ -23,7 +23,15 @@ from lookonce.errors import ConfigError
 from lookonce.simulate.cores import Cores
 from lookonce.simulate.engine import EngineSpec, VirtualClock
 from lookonce.simulate.prices import NANO_PRICES, Prices, read_prices
-from lookonce.simulate.simulation import ROUTERS, FleetSpec, Sent, Simulation, identity_of
+from lookonce.simulate.simulation import (
+    IDLE_COMPARED,
+    MOST_COMPARED,
+    ROUTERS,
+    FleetSpec,
+    Sent,
+    Simulation,
+    identity_of,
+)
 from lookonce.simulate.trace import (
     GENERATORS,
     Shape,
@@ -293,6 +301,12 @@ def test_the_price_router_sends_a_known_prompt_to_where_it_is_known() -> None:
     places = {n: {s.engine.name for s in ended[n::2]} for n in (0, 1)}
     assert len(places[0]) == len(places[1]) == 1
     assert sum(served.cached_tokens == 0 for served in ended) == 2
+
+
+def test_of_many_engines_that_are_equally_idle_the_first_ones_are_compared() -> None:
+    requests = [asked(10.0 * n, 512, 2, name=1 + n) for n in range(5)]
+    ended = run(requests, FleetSpec(engines=MOST_COMPARED + 1))
+    assert {served.engine.number for served in ended} <= set(range(IDLE_COMPARED))
 
 
 def test_a_request_is_told_to_the_router_as_pieces() -> None:
