@@ -23,7 +23,7 @@ GPUs, no decodes are limited.
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -36,11 +36,17 @@ LINGER_SECONDS = 0.25
 """A tenant without sequences counts as served for so long: whoever asks one question after another
 would otherwise wait, at each, for a step of all sequences of the others."""
 PROMPT_DECAY = 0.8
-DECAY = 0.98
-"""Weight of the measurements so far beside a new one."""
+"""Weight of what is known of a prompt's token beside a new measurement."""
+KEPT_STEPS = 9
+"""Of each class of sizes."""
+STALE_TIMES = 2.0
+"""Steps of fewer sequences that took so many times as long as those of more were measured while the
+machine was slower."""
+LEAST_SECONDS = 1e-6
+"""A step that takes less, on a simulated device, counts as one that takes so long."""
 NEGLIGIBLE = 1e6
 """A step that takes so many times as long as each of its sequences adds takes always as long."""
-SLICE_SECONDS = 0.006
+SLICE_SECONDS = 0.003
 """For tokens of prompts; as long as a step of no sequence where that is longer."""
 MIN_SLICE_TOKENS = 32
 FIRST_SLICE_TOKENS = 128
@@ -48,26 +54,32 @@ FIRST_SLICE_TOKENS = 128
 CREDIT_SECONDS = 0.05
 """That a tenant may use, times its weight, before the others' prompts when it comes back."""
 NOBODY: frozenset[str] = frozenset()
-LEAST_SPREAD = 0.1
-"""Below this relative spread of the numbers of sequences nothing is known of the part of a step's
-time that does not depend on them: it counts as 0, and steps of fewer sequences will tell."""
 
 
 class StepTimes:
-    """Seconds of a step that only decodes, by its number of sequences: a line through what was
-    measured, by least squares, where older measurements count less."""
+    """Seconds of a step that only decodes, by its number of sequences: a line through what steps of
+    few and of many sequences took.
+
+    Sizes that differ by less than twice are one class, of which the last `KEPT_STEPS` steps count:
+    steps of the size that is computed most would else be all that is known. Of each class the
+    median is taken, so that a step in which the process was interrupted changes nothing.
+    """
 
     def __init__(self) -> None:
-        self._count = self._x = self._y = self._xx = self._xy = 0.0
+        self._classes: dict[int, deque[tuple[float, int]]] = {}
+        """Bits of the number of sequences → (seconds, sequences) of its last steps."""
+        self._medians: dict[int, tuple[float, int]] = {}
         self.prompt_token = 0.0
         """Seconds of each token of a prompt; 0 until it was measured."""
 
     def note(self, num_sequences: int, seconds: float) -> None:
-        self._count = self._count * DECAY + 1
-        self._x = self._x * DECAY + num_sequences
-        self._y = self._y * DECAY + seconds
-        self._xx = self._xx * DECAY + num_sequences * num_sequences
-        self._xy = self._xy * DECAY + num_sequences * seconds
+        size = num_sequences.bit_length()
+        steps = self._classes.setdefault(size, deque(maxlen=KEPT_STEPS))
+        steps.append((seconds, num_sequences))
+        self._medians[size] = median = sorted(steps)[len(steps) // 2]
+        for smaller in [each for each in self._medians if each < size]:
+            if self._medians[smaller][0] > STALE_TIMES * median[0]:
+                del self._classes[smaller], self._medians[smaller]
 
     def note_prompt(self, num_tokens: int, num_sequences: int, seconds: float) -> None:
         """A step with so many tokens of prompts beside `num_sequences` that decode."""
@@ -77,14 +89,26 @@ class StepTimes:
         self.prompt_token = cost if not known else PROMPT_DECAY * known + (1 - PROMPT_DECAY) * cost
 
     def line(self) -> tuple[float, float]:
-        """(seconds of any step, seconds of each sequence); neither is negative."""
-        if not self._count or not self._y:
+        """(seconds of any step, seconds of each sequence); neither is negative.
+
+        The line is off by as small a part of each class's seconds as can be, so it is best for
+        short steps, between which `row_limits` chooses. Of one class alone it is not known which
+        part of the seconds each sequence takes: all of them, and steps of fewer will tell.
+        """
+        if not self._medians:
             return 0.0, 0.0
-        x, y = self._x / self._count, self._y / self._count
-        variance = self._xx / self._count - x * x
-        if variance < (LEAST_SPREAD * x) ** 2:
+        total = x = y = xx = xy = 0.0
+        for seconds, count in self._medians.values():
+            weight = 1 / max(seconds, LEAST_SECONDS) ** 2
+            total += weight
+            x += weight * count
+            y += weight * seconds
+            xx += weight * count * count
+            xy += weight * count * seconds
+        x, y = x / total, y / total
+        if len(self._medians) == 1:
             return 0.0, y / x
-        slope = (self._xy / self._count - x * y) / variance
+        slope = (xy / total - x * y) / (xx / total - x * x)
         slope = min(max(0.0, slope), y / x)
         return y - slope * x, slope
 

@@ -226,6 +226,36 @@ def test_a_line_is_found_in_what_was_measured() -> None:
     assert times.line() == pytest.approx((0.02, 0.001), rel=0.1)
 
 
+def test_steps_of_the_usual_size_do_not_hide_what_short_ones_take() -> None:
+    times = StepTimes()
+    for count in (1, 2, 3):
+        times.note(count, 0.0003 + 0.0001 * count)
+    for number in range(500):
+        times.note(40 + number % 7, 0.0026)
+    fixed, each = times.line()
+    for count in (1, 2, 3):
+        assert fixed + each * count == pytest.approx(0.0003 + 0.0001 * count, rel=0.2)
+
+
+def test_an_interrupted_step_changes_nothing() -> None:
+    times = StepTimes()
+    for count in (1, 10, 2, 40) * 5:
+        times.note(count, 0.02 + 0.001 * count)
+    times.note(2, 1.0)
+    assert times.line() == pytest.approx((0.02, 0.001), rel=0.1)
+
+
+def test_short_steps_of_a_slower_time_are_forgotten() -> None:
+    times = StepTimes()
+    for count in (1, 2):
+        times.note(count, 0.1)
+    times.note(40, 0.01)
+    times.note(1, 0.002)
+    fixed, each = times.line()
+    assert fixed + each == pytest.approx(0.002)
+    assert fixed + 40 * each == pytest.approx(0.01)
+
+
 TENANTS = st.dictionaries(
     st.sampled_from("abcd"), st.tuples(st.integers(1, 64), st.sampled_from([0.5, 1.0, 3.0]))
 )
