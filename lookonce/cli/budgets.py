@@ -26,7 +26,7 @@ from lookonce.render.prompt.messages import MAX_ARGUMENT_VALUES
 from lookonce.server.http.body import MAX_VALUES
 from lookonce.server.http.connections import (
     DISCARD_SECONDS,
-    DROP_TURN_SECONDS,
+    DROPPED_BYTES_PER_SECOND,
     MAX_PIPELINED,
 )
 from lookonce.server.http.multipart import MAX_FIELD_BYTES, MAX_FIELDS
@@ -86,7 +86,7 @@ BUDGETS = (
     Budget("time without a byte of a body", _option("body_timeout"), "s", "connection", "408"),
     Budget("pace of a body, at least", _CONNECTIONS.min_body_rate, "bytes/s", "connection", "408"),
     Budget("rest of a body that was answered", DISCARD_SECONDS, "s", "connection", "closed"),
-    Budget("reading what is dropped", f"turns, one in {1000 * DROP_TURN_SECONDS:g} ms", "reads",
+    Budget("reading what is dropped, of all addresses", DROPPED_BYTES_PER_SECOND, "bytes/s",
            "address", "waits for the others' turns"),
     Budget("time between requests", _option("keep_alive_timeout"), "s", "connection", "closed"),
     Budget("time an answer is not read", _CONNECTIONS.write_timeout, "s", "connection", "closed"),

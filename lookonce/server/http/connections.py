@@ -57,8 +57,11 @@ LINGER_SECONDS = 2.0
 """How long the rest of a refused request is read: a close before would take the refusal with it."""
 DISCARD_SECONDS = 10.0
 """How long the rest of a body is read that was answered before its end."""
-DROP_TURN_SECONDS = 0.005
-"""Between two reads of what is dropped, of 256 kB at most each, from all connections together."""
+DROPPED_BYTES_PER_SECOND = 50_000_000
+"""Of all connections together, at most: what is read and dropped in a few hundredths of the event
+loop's time."""
+LEAST_DROP_BYTES = 16 * 1024
+"""A read of less costs as much."""
 MAX_PIPELINED = 24
 """Requests of one connection that may wait for the one being served."""
 UNREAD_BODY_BYTES = 512 * 1024
@@ -173,7 +176,7 @@ class HttpProtocol(HttpToolsProtocol):
         if self.phase == "idle":
             self._enter("headers", self._limits.header_timeout)
         elif self.phase == "refused":
-            self._read_rest_in_turn()
+            self._read_rest_in_turn(len(data))
             return
         self._overhead += len(data)
         self._table.num_received += len(data)
@@ -190,13 +193,13 @@ class HttpProtocol(HttpToolsProtocol):
         if self._overhead > self._limits.max_header_bytes:
             self._refuse(self._header_too_large())
         elif self.phase == "body" and self.cycle.response_complete:
-            self._read_rest_in_turn()
+            self._read_rest_in_turn(len(data))
 
-    def _read_rest_in_turn(self) -> None:
-        """What is dropped is not read before `Connections` says so."""
+    def _read_rest_in_turn(self, num_dropped: int = 0) -> None:
+        """So many bytes were dropped: no more is read before `Connections` says so."""
         if not self.transport.is_closing():
             self.flow.pause_reading()
-            self._table.wait_for_turn(self)
+            self._table.wait_for_turn(self, num_dropped)
 
     def read_rest(self) -> None:
         """Its turn has come: read once."""
@@ -466,8 +469,8 @@ class Connection(Protocol):
 class Connections:
     """The open connections, by address, and what was refused.
 
-    What is dropped is read in turns: by address, one read in `DROP_TURN_SECONDS`. Otherwise who
-    sends without end what is refused would have more of the event loop than those who are served.
+    What is dropped is read in turns by address, `DROPPED_BYTES_PER_SECOND` in all: who sends
+    without end what is refused would else have more of the event loop than those who are served.
     """
 
     def __init__(
@@ -494,6 +497,8 @@ class Connections:
         self._dropping: dict[str | None, dict[HttpProtocol, None]] = {}
         """Those that wait for a turn to read what is dropped, by address, in the order of turns."""
         self._turn: asyncio.TimerHandle | None = None
+        self._num_dropped = 0
+        """Bytes, since the last turn."""
         counts = Counts() if counts is None else counts
         self._refused = counts.by_label("http_refused_total")
         self._evicted = counts.count("http_connections_evicted_total")
@@ -514,14 +519,19 @@ class Connections:
         self.total += 1
         self._open.set(self.total)
 
-    def wait_for_turn(self, connection: HttpProtocol) -> None:
-        """Call its `read_rest` once its turn has come, unless it is removed before."""
+    def wait_for_turn(self, connection: HttpProtocol, num_dropped: int) -> None:
+        """Call its `read_rest` once its turn has come, unless it is removed before. It has just
+        dropped so many bytes."""
+        if num_dropped:
+            self._num_dropped += max(num_dropped, LEAST_DROP_BYTES)
         self._dropping.setdefault(connection.address, {})[connection] = None
         if self._turn is None:
             self._start_turn()
 
     def _start_turn(self) -> None:
-        self._turn = asyncio.get_running_loop().call_later(DROP_TURN_SECONDS, self._give_turn)
+        """The next one comes when what was dropped since the last one has had its time."""
+        seconds, self._num_dropped = self._num_dropped / DROPPED_BYTES_PER_SECOND, 0
+        self._turn = asyncio.get_running_loop().call_later(seconds, self._give_turn)
 
     def _give_turn(self) -> None:
         self._turn = None
