@@ -4,6 +4,8 @@
     attacked  its p99 with the whole machine, while the attacker does what the row says
     ratio     of the two: 2 or less is fair
     samples   requests that the attacked p99 is of
+    waited    seconds of each second in which threads of API process and engine could have run, but
+              had no core: what the attackers' own processes and the machine cost, not the server
     memory    of the API process and the engine: after the attack over before
 
 p99 is the nearest rank: of 200 samples the third slowest, so that one moment in which the machine
@@ -60,6 +62,7 @@ from benchmarks.running_server import (
     memory_bytes,
     running_server,
     set_environment,
+    waiting_seconds,
 )
 from lookonce.errors import UnavailableError
 
@@ -336,6 +339,11 @@ def resident(server: RunningServer) -> dict[str, int]:
     return {kind: memory_bytes(server.process(module), "Rss") for kind, module in PROCESSES.items()}
 
 
+def waiting(server: RunningServer) -> float:
+    """Seconds so far."""
+    return sum(waiting_seconds(server.process(module)) for module in PROCESSES.values())
+
+
 def wait_until_at_rest(server: RunningServer) -> None:
     """Until nothing of the attack is left: no request, no queued item, no connection but the one
     that asks. Goes on after `REST_SECONDS`, since code before may never be."""
@@ -372,14 +380,16 @@ def measure(
             other.ask(5)
             before = settled_memory(server)
             with attacked(name, server.url):
+                waited, began = waiting(server), time.monotonic()
                 seen = other.ask(rounds, LEAST_SECONDS)
+                waited = (waiting(server) - waited) / (time.monotonic() - began)
             wait_until_at_rest(server)
             after = settled_memory(server)
         for kind in KINDS:
             p99 = seen.p99(kind)
             report.add(
                 name, which, kind, 1000 * alone.p99(kind), 1000 * p99, p99 / alone.p99(kind),
-                len(seen.seconds[kind]), seen.wrong, after["API"] / before["API"],
+                len(seen.seconds[kind]), seen.wrong, waited, after["API"] / before["API"],
                 after["engine"] / before["engine"],
             )  # fmt: skip
 
@@ -501,7 +511,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     columns = (
         "attack", "code", "asked", "alone ms", "attacked ms", "ratio", "samples",
-        "errors", "API memory", "engine memory",
+        "errors", "waited", "API memory", "engine memory",
     )  # fmt: skip
     report = Report("fairness", columns)
     alone = measured_alone(given.rounds)

@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -159,6 +159,15 @@ def cpu_seconds(pid: int) -> float:
     total = 0
     for task in Path(f"/proc/{pid}/task").iterdir():
         total += int((task / "schedstat").read_text().split()[0])
+    return total / 1e9
+
+
+def waiting_seconds(pid: int) -> float:
+    """Seconds in which threads that a process has now could have run, but no core was free."""
+    total = 0
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with suppress(OSError):  # it has just ended
+            total += int((task / "schedstat").read_text().split()[1])
     return total / 1e9
 
 

@@ -24,7 +24,11 @@ from lookonce.render.media.processing import MAX_CHANNELS
 from lookonce.render.prompt import long_texts
 from lookonce.render.prompt.messages import MAX_ARGUMENT_VALUES
 from lookonce.server.http.body import MAX_VALUES
-from lookonce.server.http.connections import DISCARD_SECONDS, MAX_PIPELINED
+from lookonce.server.http.connections import (
+    DISCARD_SECONDS,
+    DROPPED_BYTES_PER_SECOND,
+    MAX_PIPELINED,
+)
 from lookonce.server.http.multipart import MAX_FIELD_BYTES, MAX_FIELDS
 from lookonce.server.http.websocket import MAX_FRAGMENTS, MAX_MESSAGE_BYTES
 from lookonce.server.response_store import LARGEST_CONTEXT, LARGEST_PAGE, MAX_CALLS, MOST_ENTRIES
@@ -82,6 +86,8 @@ BUDGETS = (
     Budget("time without a byte of a body", _option("body_timeout"), "s", "connection", "408"),
     Budget("pace of a body, at least", _CONNECTIONS.min_body_rate, "bytes/s", "connection", "408"),
     Budget("rest of a body that was answered", DISCARD_SECONDS, "s", "connection", "closed"),
+    Budget("reading what is dropped, of all addresses", DROPPED_BYTES_PER_SECOND, "bytes/s",
+           "address", "waits for the others' turns"),
     Budget("time between requests", _option("keep_alive_timeout"), "s", "connection", "closed"),
     Budget("time an answer is not read", _CONNECTIONS.write_timeout, "s", "connection", "closed"),
     Budget("pipelined requests", MAX_PIPELINED, "requests", "connection", "429"),

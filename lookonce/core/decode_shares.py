@@ -23,7 +23,7 @@ GPUs, no decodes are limited.
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -38,11 +38,13 @@ LINGER_SECONDS = 0.25
 """A tenant without sequences counts as served for so long: whoever asks one question after another
 would otherwise wait, at each, for a step of all sequences of the others."""
 PROMPT_DECAY = 0.8
-DECAY = 0.98
-"""Weight of the measurements so far beside a new one."""
-NEGLIGIBLE = 1e6
-"""A step that takes so many times as long as each of its sequences adds takes always as long."""
-SLICE_SECONDS = 0.006
+"""Weight of what is known of a prompt's token beside a new measurement."""
+KEPT_STEPS = 9
+"""Of each class of sizes."""
+STALE_TIMES = 2.0
+"""Steps of fewer sequences that took so many times as long as those of more were measured while the
+machine was slower."""
+SLICE_SECONDS = 0.003
 """For tokens of prompts; as long as a step of no sequence where that is longer."""
 MIN_SLICE_TOKENS = 32
 FIRST_SLICE_TOKENS = 128
@@ -50,45 +52,89 @@ FIRST_SLICE_TOKENS = 128
 CREDIT_SECONDS = 0.05
 """That a tenant may use, times its weight, before the others' prompts when it comes back."""
 NOBODY: frozenset[str] = frozenset()
-LEAST_SPREAD = 0.1
-"""Below this relative spread of the numbers of sequences nothing is known of the part of a step's
-time that does not depend on them: it counts as 0, and steps of fewer sequences will tell."""
 
 
 class StepTimes:
-    """Seconds of a step that only decodes, by its number of sequences: a line through what was
-    measured, by least squares, where older measurements count less."""
+    """Seconds of a step that only decodes, by its number of sequences: what steps of few and of
+    many took, and straight lines between.
+
+    Sizes that differ by less than twice are one class, of which the last `KEPT_STEPS` steps count:
+    steps of the size that is computed most would else be all that is known. Of each class the
+    median is taken, so that a step in which the process was interrupted changes nothing. One line
+    through all classes would not do: to twice the sequences a CPU adds much where they are few, and
+    little where they are many.
+    """
 
     def __init__(self) -> None:
-        self._count = self._x = self._y = self._xx = self._xy = 0.0
+        self._classes: dict[int, deque[tuple[float, int]]] = {}
+        """Bits of the number of sequences → (seconds, sequences) of its last steps."""
+        self._medians: dict[int, tuple[float, int]] = {}
+        self._points: list[tuple[int, float]] = [(0, 0.0)]
+        """(sequences, seconds), both ascending; of no sequence first."""
         self.prompt_token = 0.0
         """Seconds of each token of a prompt; 0 until it was measured."""
 
     def note(self, num_sequences: int, seconds: float) -> None:
-        self._count = self._count * DECAY + 1
-        self._x = self._x * DECAY + num_sequences
-        self._y = self._y * DECAY + seconds
-        self._xx = self._xx * DECAY + num_sequences * num_sequences
-        self._xy = self._xy * DECAY + num_sequences * seconds
+        size = num_sequences.bit_length()
+        steps = self._classes.setdefault(size, deque(maxlen=KEPT_STEPS))
+        steps.append((seconds, num_sequences))
+        self._medians[size] = median = sorted(steps)[len(steps) // 2]
+        for smaller in [each for each in self._medians if each < size]:
+            if self._medians[smaller][0] > STALE_TIMES * median[0]:
+                del self._classes[smaller], self._medians[smaller]
+        self._points = _ascending(self._medians[each] for each in sorted(self._medians))
 
     def note_prompt(self, num_tokens: int, num_sequences: int, seconds: float) -> None:
         """A step with so many tokens of prompts beside `num_sequences` that decode."""
-        fixed, each = self.line()
-        cost = max(0.0, seconds - fixed - each * num_sequences) / num_tokens
+        cost = max(0.0, seconds - self.seconds(num_sequences)) / num_tokens
         known = self.prompt_token
         self.prompt_token = cost if not known else PROMPT_DECAY * known + (1 - PROMPT_DECAY) * cost
 
-    def line(self) -> tuple[float, float]:
-        """(seconds of any step, seconds of each sequence); neither is negative."""
-        if not self._count or not self._y:
-            return 0.0, 0.0
-        x, y = self._x / self._count, self._y / self._count
-        variance = self._xx / self._count - x * x
-        if variance < (LEAST_SPREAD * x) ** 2:
-            return 0.0, y / x
-        slope = (self._xy / self._count - x * y) / variance
-        slope = min(max(0.0, slope), y / x)
-        return y - slope * x, slope
+    @property
+    def fixed(self) -> float:
+        """Seconds of any step."""
+        return self._points[0][1]
+
+    def seconds(self, num_sequences: int) -> float:
+        """0 as long as nothing is known."""
+        points = self._points
+        for place, (count, seconds) in enumerate(points):
+            if count >= num_sequences:
+                return seconds - (count - num_sequences) * _slope(points, place)
+        count, seconds = points[-1]
+        return seconds + (num_sequences - count) * _slope(points, len(points) - 1)
+
+    def most_sequences(self, seconds: float) -> float:
+        """As many as a step of so many seconds can decode."""
+        points = self._points
+        for place, (count, longer) in enumerate(points):
+            if longer > seconds:
+                return max(0.0, count - (longer - seconds) / _slope(points, place)) if place else 0
+        count, longest = points[-1]
+        slope = _slope(points, len(points) - 1)
+        return count + (seconds - longest) / slope if slope else math.inf
+
+
+def _ascending(classes: Iterable[tuple[float, int]]) -> list[tuple[int, float]]:
+    """(sequences, seconds) of each class, in order of sequences, such that none takes less than one
+    of fewer; before them what a step of none takes, as the first two tell. Of one class alone it is
+    not known which part each sequence takes: all of them, and steps of fewer will tell."""
+    points: list[tuple[int, float]] = []
+    for seconds, count in classes:
+        points.append((count, max(seconds, points[-1][1] if points else 0.0)))
+    fixed = 0.0
+    if len(points) > 1:
+        count, seconds = points[0]
+        fixed = max(0.0, seconds - count * _slope(points, 1))
+    return [(0, fixed), *points]
+
+
+def _slope(points: list[tuple[int, float]], place: int) -> float:
+    """Seconds of each sequence between this point and the one before it; 0 before the first."""
+    if not place:
+        return 0.0
+    (before, shorter), (count, longer) = points[place - 1], points[place]
+    return (longer - shorter) / (count - before)
 
 
 @dataclass(slots=True)
@@ -168,8 +214,7 @@ class DecodeShares:
         cost = self._times.prompt_token
         if not cost:
             return FIRST_SLICE_TOKENS
-        fixed, _ = self._times.line()
-        return max(MIN_SLICE_TOKENS, int(max(SLICE_SECONDS, fixed) / cost))
+        return max(MIN_SLICE_TOKENS, int(max(SLICE_SECONDS, self._times.fixed) / cost))
 
     def note_no_decodes(self) -> None:
         """Nothing decodes after all: nobody's prompts wait for that."""
@@ -184,7 +229,7 @@ class DecodeShares:
     def _limited(self, decodes: list[Sequence]) -> list[Sequence]:
         limits = row_limits(
             {tenant: (s.num_sequences, s.weight) for tenant, s in self._served.items()},
-            *self._times.line(),
+            self._times,
         )
         if not limits:
             return decodes
@@ -243,8 +288,8 @@ class DecodeShares:
     def _note_seconds(self, done: _DoneStep, seconds: float) -> None:
         if done.encode_owners is not None:
             if done.measured:
-                fixed, each = self._times.line()
-                known = fixed + each * done.num_decodes + self._times.prompt_token * done.num_tokens
+                known = self._times.seconds(done.num_decodes)
+                known += self._times.prompt_token * done.num_tokens
                 self._charge_encodes(done.encode_owners, max(0.0, seconds - known))
         elif done.num_tokens >= MIN_SLICE_TOKENS:
             self._times.note_prompt(done.num_tokens, done.num_decodes, seconds)
@@ -253,7 +298,8 @@ class DecodeShares:
 
     def _charge(self, plan: StepPlan) -> None:
         """Each tenant with what its part of the step costs by itself."""
-        _, each = self._times.line()
+        num_decodes = sum(chunk.num_tokens == 1 for chunk in plan.scheduled)
+        each = (self._times.seconds(num_decodes) - self._times.fixed) / max(1, num_decodes)
         for chunk in plan.scheduled:
             sequence = self._state.queues.sequences.get(chunk.seq_id)
             if sequence is None or (served := self._served.get(sequence.request.tenant)) is None:
@@ -311,22 +357,19 @@ def _all(*queues: Iterable[Sequence]) -> Iterable[Sequence]:
         yield from queue
 
 
-def row_limits(
-    tenants: Mapping[str, tuple[int, float]], fixed: float, each: float
-) -> dict[str, int]:
+def row_limits(tenants: Mapping[str, tuple[int, float]], times: StepTimes) -> dict[str, int]:
     """Tenant → most of its sequences in a step, of those tenants that are limited.
 
-    `tenants`: (sequences, weight) of each; a step of n sequences takes `fixed` + n x `each`
-    seconds. Each tenant has one at least.
+    `tenants`: (sequences, weight) of each. Each tenant has one at least.
     """
-    if each <= 0 or fixed > NEGLIGIBLE * each or len(tenants) < 2:
+    if len(tenants) < 2:
         return {}
     total = sum(weight for _, weight in tenants.values())
-    free = fixed / each  # sequences that would take as long as a step of none
-    most = min(total / weight * (free + count) for count, weight in tenants.values())
-    left = math.floor(most - free + 1e-6)
-    if sum(count for count, _ in tenants.values()) <= left:
+    longest = min(total / weight * times.seconds(count) for count, weight in tenants.values())
+    most = times.most_sequences(longest) if longest else math.inf
+    if sum(count for count, _ in tenants.values()) <= most + 1e-6:
         return {}
+    left = math.floor(most + 1e-6)
     limits = {}
     for tenant, (count, weight) in sorted(tenants.items(), key=lambda t: t[1][0] / t[1][1]):
         share = max(1, math.floor(left * weight / total + 1e-9))

@@ -13,8 +13,11 @@ The scheduler assigns blocks to sequences; these classes know no sequences.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import math
 import mmap
+import sys
+import threading
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
@@ -24,6 +27,12 @@ import torch
 from torch import Tensor
 
 from lookonce.types.kv import KVLayout
+
+HUGE_PAGE = 2 << 20
+MADV_POPULATE_WRITE = 23
+"""Linux: map pages for writing, and leave what is in them."""
+_libc = ctypes.CDLL(None)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class LayerPages(NamedTuple):
@@ -97,6 +106,49 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str
     with contextlib.suppress(OSError):  # a kernel without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=dtype).view(shape)
+
+
+class AheadMapper:
+    """Lets the system map pages on a CPU in a thread, before steps write to them.
+
+    Blocks that were never used are taken in the order of their ids, so that all layers come to the
+    end of a huge page in the same step. That step would wait until the system has cleared the next
+    one for each of them: 8 of them took 37 ms on a virtual machine. One huge page of each layer is
+    mapped ahead; what is in pages does not change. Where the system cannot do that (Linux below
+    5.14), steps wait as before.
+    """
+
+    def __init__(self, pages: KVPages) -> None:
+        self._pages = pages.pages
+        self._block_bytes = self._pages[0].nbytes // pages.num_blocks
+        on_cpu = sys.platform == "linux" and self._pages[0].device.type == "cpu"
+        is_large = on_cpu and self._pages[0].nbytes > HUGE_PAGE
+        self._next_block: float = 0 if is_large else math.inf
+        """The first for which more has to be mapped."""
+        self._mapped = 0
+        """Bytes of each layer that are, or are being mapped."""
+
+    def reach(self, block_ids: Sequence[int]) -> None:
+        """The next step writes to these blocks. Called by one thread."""
+        last = max(block_ids)
+        if last < self._next_block:
+            return
+        huge_pages = last * self._block_bytes // HUGE_PAGE + 1
+        self._next_block = huge_pages * HUGE_PAGE // self._block_bytes + 1
+        start, self._mapped = self._mapped, (huge_pages + 1) * HUGE_PAGE
+        thread = threading.Thread(target=self._map, args=(start, self._mapped), daemon=True)
+        with contextlib.suppress(RuntimeError):  # no thread can be had
+            thread.start()
+
+    def _map(self, start: int, end: int) -> None:
+        for offset in range(start, end, HUGE_PAGE):
+            for page in self._pages:
+                length = min(HUGE_PAGE, page.nbytes - offset)
+                if length <= 0:
+                    continue
+                if _libc.madvise(page.data_ptr() + offset, length, MADV_POPULATE_WRITE):
+                    self._next_block = math.inf
+                    return
 
 
 class PageCopier:

@@ -34,7 +34,7 @@ from lookonce.model.families.base import ModelFamily
 from lookonce.model.frame_rows import FrameRows
 from lookonce.model.input_batch import InputBatch
 from lookonce.model.key_rotation import key_rotation
-from lookonce.model.kv_pages import KVPages, PageCopier
+from lookonce.model.kv_pages import AheadMapper, KVPages, PageCopier
 from lookonce.model.loader import LoadedModel
 from lookonce.model.logits_processors import FAILED
 from lookonce.model.lora import RunnerLoRA
@@ -92,6 +92,7 @@ class Runner:
         self._family = family = loaded.family
         self._is_large = _weight_bytes(family) >= HEAVY_BYTES
         self._kv_pages = kv_pages
+        self._ahead_mapper = AheadMapper(kv_pages)
         self._device = loaded.device
         self._states = loaded.state_pool(max_num_seqs, num_snapshots)
         self.lora: RunnerLoRA | None = None
@@ -207,6 +208,7 @@ class Runner:
         report = self._encoder.execute(plan, reads)
         for chunk in plan.scheduled:
             if chunk.new_block_ids:
+                self._ahead_mapper.reach(chunk.new_block_ids)
                 self._batch.append_blocks(self._batch.row_of(chunk.seq_id), chunk.new_block_ids)
         output = _StepOutput(reads)
         computable = self._computable(plan.scheduled, report.failed, output)

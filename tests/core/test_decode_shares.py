@@ -216,14 +216,62 @@ def test_a_tenant_that_is_alone_again_is_not_limited() -> None:
     assert engine.rows(0, MANY) == MANY
 
 
-def test_a_line_is_found_in_what_was_measured() -> None:
+def test_what_steps_take_is_known_between_sizes_and_beyond() -> None:
     times = StepTimes()
-    assert times.line() == (0.0, 0.0)
+    assert times.seconds(10) == 0.0
     times.note(10, 0.1)
-    assert times.line() == pytest.approx((0.0, 0.01))
+    assert (times.fixed, times.seconds(20)) == (0.0, pytest.approx(0.2))
     for count in (1, 10, 2, 40) * 20:
         times.note(count, 0.02 + 0.001 * count)
-    assert times.line() == pytest.approx((0.02, 0.001), rel=0.1)
+    assert times.fixed == pytest.approx(0.02)
+    for count in (1, 5, 30, 80):
+        assert times.seconds(count) == pytest.approx(0.02 + 0.001 * count)
+        assert times.most_sequences(0.02 + 0.001 * count) == pytest.approx(count)
+
+
+def test_steps_of_the_usual_size_do_not_hide_what_short_ones_take() -> None:
+    times = StepTimes()
+    for count in (1, 2, 3):
+        times.note(count, 0.0003 + 0.0001 * count)
+    for number in range(500):
+        times.note(40 + number % 7, 0.0026)
+    for count in (1, 2, 3):
+        assert times.seconds(count) == pytest.approx(0.0003 + 0.0001 * count)
+
+
+def test_short_steps_stay_short_where_the_longest_ones_gain_least_by_being_cut() -> None:
+    """As on a CPU: 13 sequences take nearly as long as 64."""
+    times = StepTimes()
+    for count, seconds in ((1, 0.0002), (3, 0.0004), (13, 0.002), (64, 0.0026)):
+        times.note(count, seconds)
+    limits = row_limits({"many": (64, 1.0), "one": (1, 1.0)}, times)
+    assert times.seconds(limits["many"] + 1) <= 2 * times.seconds(1) + 1e-9
+    assert times.seconds(limits["many"] + 2) > 2 * times.seconds(1)
+
+
+def test_an_interrupted_step_changes_nothing() -> None:
+    times = StepTimes()
+    for count in (1, 10, 2, 40) * 5:
+        times.note(count, 0.02 + 0.001 * count)
+    times.note(2, 1.0)
+    assert times.seconds(2) == pytest.approx(0.022)
+
+
+def test_short_steps_of_a_slower_time_are_forgotten() -> None:
+    times = StepTimes()
+    for count in (1, 2):
+        times.note(count, 0.1)
+    times.note(40, 0.01)
+    times.note(1, 0.002)
+    assert times.seconds(1) == pytest.approx(0.002)
+    assert times.seconds(40) == pytest.approx(0.01)
+
+
+def linear(fixed: float, each: float) -> StepTimes:
+    times = StepTimes()
+    for count in (1, 10, 100):
+        times.note(count, fixed + each * count)
+    return times
 
 
 TENANTS = st.dictionaries(
@@ -233,7 +281,7 @@ TENANTS = st.dictionaries(
 
 @given(TENANTS, st.floats(0, 10), st.floats(0, 1))
 def test_limits_keep_to_what_everyone_may_expect(tenants, fixed, each):
-    limits = row_limits(tenants, fixed, each)
+    limits = row_limits(tenants, linear(fixed, each))
     rows = {t: min(count, limits.get(t, count)) for t, (count, _) in tenants.items()}
     assert all(limit >= 1 for limit in limits.values())
     if not limits:

@@ -57,6 +57,11 @@ LINGER_SECONDS = 2.0
 """How long the rest of a refused request is read: a close before would take the refusal with it."""
 DISCARD_SECONDS = 10.0
 """How long the rest of a body is read that was answered before its end."""
+DROPPED_BYTES_PER_SECOND = 50_000_000
+"""Of all connections together, at most: what is read and dropped in a few hundredths of the event
+loop's time."""
+LEAST_DROP_BYTES = 16 * 1024
+"""A read of less costs as much."""
 MAX_PIPELINED = 24
 """Requests of one connection that may wait for the one being served."""
 UNREAD_BODY_BYTES = 512 * 1024
@@ -171,6 +176,7 @@ class HttpProtocol(HttpToolsProtocol):
         if self.phase == "idle":
             self._enter("headers", self._limits.header_timeout)
         elif self.phase == "refused":
+            self._read_rest_in_turn(len(data))
             return
         self._overhead += len(data)
         self._table.num_received += len(data)
@@ -186,6 +192,19 @@ class HttpProtocol(HttpToolsProtocol):
             return
         if self._overhead > self._limits.max_header_bytes:
             self._refuse(self._header_too_large())
+        elif self.phase == "body" and self.cycle.response_complete:
+            self._read_rest_in_turn(len(data))
+
+    def _read_rest_in_turn(self, num_dropped: int = 0) -> None:
+        """So many bytes were dropped: no more is read before `Connections` says so."""
+        if not self.transport.is_closing():
+            self.flow.pause_reading()
+            self._table.wait_for_turn(self, num_dropped)
+
+    def read_rest(self) -> None:
+        """Its turn has come: read once."""
+        if not self.transport.is_closing():
+            self.flow.resume_reading()
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """As uvicorn's, with a limit, for trailers too. Raises `RefusedRequestError`."""
@@ -324,14 +343,16 @@ class HttpProtocol(HttpToolsProtocol):
         self.server_state.total_requests += 1
         if self.transport.is_closing():
             return
+        if self.phase == "body" and not self.pipeline:
+            self._deadline = self._table.now + DISCARD_SECONDS
+            self._read_rest_in_turn()
+            return
         self.flow.resume_reading()
         if self.pipeline:
             cycle, app = self.pipeline.pop()
             self._start_asgi_task(cycle, app)
         elif self.phase == "serving":
             self._enter("idle", self._table.keep_alive)
-        elif self.phase == "body":
-            self._deadline = self._table.now + DISCARD_SECONDS
 
     def _write_now(self, of: weakref.ref[Any], chunk: bytes) -> bool:
         """Write a chunk of the answer of a cycle, which is being streamed. False: it has to be sent
@@ -369,8 +390,8 @@ class HttpProtocol(HttpToolsProtocol):
             self.transport.close()
             return
         self.transport.write_eof()
-        self.flow.resume_reading()
         self._enter("refused", LINGER_SECONDS)
+        self._read_rest_in_turn()
 
     def pause_writing(self) -> None:
         self._unread_since = self._table.now
@@ -385,7 +406,7 @@ class HttpProtocol(HttpToolsProtocol):
             self._time_out("write")
         elif now < self._deadline:
             return
-        elif self.phase == "body" and self.flow.read_paused:
+        elif self.phase == "body" and self.flow.read_paused and not self.cycle.response_complete:
             self._deadline = now + 1.0  # we do not read: the client is not to blame
         else:
             self._time_out(self.phase)
@@ -446,7 +467,11 @@ class Connection(Protocol):
 
 
 class Connections:
-    """The open connections, by address, and what was refused."""
+    """The open connections, by address, and what was refused.
+
+    What is dropped is read in turns by address, `DROPPED_BYTES_PER_SECOND` in all: who sends
+    without end what is refused would else have more of the event loop than those who are served.
+    """
 
     def __init__(
         self, limits: ConnectionConfig, counts: Counts | None = None, root_path: str = ""
@@ -469,6 +494,11 @@ class Connections:
         self.on_room: Callable[[], None] = lambda: None
         """Called when a connection has ended."""
         self._by_address: dict[str | None, dict[Connection, None]] = {}
+        self._dropping: dict[str | None, dict[HttpProtocol, None]] = {}
+        """Those that wait for a turn to read what is dropped, by address, in the order of turns."""
+        self._turn: asyncio.TimerHandle | None = None
+        self._num_dropped = 0
+        """Bytes, since the last turn."""
         counts = Counts() if counts is None else counts
         self._refused = counts.by_label("http_refused_total")
         self._evicted = counts.count("http_connections_evicted_total")
@@ -489,6 +519,41 @@ class Connections:
         self.total += 1
         self._open.set(self.total)
 
+    def wait_for_turn(self, connection: HttpProtocol, num_dropped: int) -> None:
+        """Call its `read_rest` once its turn has come, unless it is removed before. It has just
+        dropped so many bytes."""
+        if num_dropped:
+            self._num_dropped += max(num_dropped, LEAST_DROP_BYTES)
+        self._dropping.setdefault(connection.address, {})[connection] = None
+        if self._turn is None:
+            self._start_turn()
+
+    def _start_turn(self) -> None:
+        """The next one comes when what was dropped since the last one has had its time."""
+        seconds, self._num_dropped = self._num_dropped / DROPPED_BYTES_PER_SECOND, 0
+        self._turn = asyncio.get_running_loop().call_later(seconds, self._give_turn)
+
+    def _give_turn(self) -> None:
+        self._turn = None
+        if not self._dropping:
+            return
+        address = next(iter(self._dropping))
+        waiting = self._dropping.pop(address)
+        connection = next(iter(waiting))
+        del waiting[connection]
+        if waiting:
+            self._dropping[address] = waiting
+        if self._dropping:
+            self._start_turn()
+        connection.read_rest()
+
+    def _leave_turns(self, connection: HttpProtocol) -> None:
+        waiting = self._dropping.get(connection.address, {})
+        if connection in waiting:
+            del waiting[connection]
+            if not waiting:
+                del self._dropping[connection.address]
+
     def remove(self, connection: Connection) -> None:
         held = self._by_address.get(connection.address, {})
         if connection in held:
@@ -498,6 +563,8 @@ class Connections:
             self._open.set(self.total)
             if not held:
                 del self._by_address[connection.address]
+            if isinstance(connection, HttpProtocol):
+                self._leave_turns(connection)
             self.on_room()
 
     def replace(self, old: Connection, new: Connection) -> None:
@@ -571,6 +638,9 @@ MAX_DESCRIPTORS = 65_536
 ACCEPTS_PER_TURN = 2
 """Connections that one turn of the event loop accepts: whoever is served waits for each of them, as
 to make a connection takes a quarter of a millisecond."""
+ACCEPT_REST_TURNS = 4
+"""Turns of the event loop that accept nothing after one that accepted so many: a request takes many
+turns, and would wait for two connections in each. Where nothing is served they take no time."""
 MAX_EVICTIONS = 16
 SHORTAGE_SECONDS = 0.5
 SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
@@ -601,6 +671,8 @@ class Acceptor:
         self._tls = tls
         self._tasks: set[asyncio.Task[Any]] = set()
         self._accepting = False
+        self._turns_to_rest = 0
+        """Turns of the event loop in which no connection is accepted."""
         self._closed = False
         self._evictions = 1
         """How many connections are closed when there is no room."""
@@ -610,7 +682,7 @@ class Acceptor:
 
     def resume(self) -> None:
         """Look for new connections, if it does not."""
-        if not self._accepting and not self._closed:
+        if not (self._accepting or self._turns_to_rest or self._closed):
             self._accepting = True
             self._loop.add_reader(self._listener.fileno(), self._accept_some)
 
@@ -618,6 +690,18 @@ class Acceptor:
         if self._accepting:
             self._accepting = False
             self._loop.remove_reader(self._listener.fileno())
+
+    def _rest(self) -> None:
+        self._accepting, self._turns_to_rest = False, ACCEPT_REST_TURNS
+        self._loop.remove_reader(self._listener.fileno())
+        self._loop.call_soon(self._pass_turn)
+
+    def _pass_turn(self) -> None:
+        self._turns_to_rest -= 1
+        if self._turns_to_rest:
+            self._loop.call_soon(self._pass_turn)
+        else:
+            self.resume()
 
     def close(self) -> None:
         self.pause()
@@ -650,6 +734,7 @@ class Acceptor:
                 self._connections.evict_one()
                 return
             self._connect(accepted, _client_address(peer))
+        self._rest()
 
     def _evict(self) -> None:
         """Close as many as wait for their clients, up to `_evictions`."""

@@ -6,12 +6,15 @@ import asyncio
 import resource
 import socket
 from contextlib import ExitStack
+from itertools import pairwise
 
 import pytest
 
 from lookonce.config import ConnectionConfig
 from lookonce.server import process
 from lookonce.server.http.connections import (
+    ACCEPT_REST_TURNS,
+    ACCEPTS_PER_TURN,
     UNREAD_BODY_BYTES,
     Acceptor,
     Connections,
@@ -38,7 +41,7 @@ class Wire(asyncio.Transport):
         self.written += data
 
     def is_closing(self):
-        return self.state != "open"
+        return self.state in ("closed", "aborted")
 
     def close(self):
         self.state = "closed"
@@ -430,6 +433,142 @@ def test_one_that_comes_closes_one_and_many_that_come_close_several_at_a_time():
             await until(lambda: running.table.total + evicted() == 20 + 67)
             assert evicted() <= 67 + 16
             assert acceptor.num_pauses < 64 / 4
+            acceptor.close()
+            await acceptor.wait_closed()
+
+    on_connections(scenario)
+
+
+def test_between_connections_that_come_at_once_others_have_turns_of_the_event_loop():
+    async def scenario(running):
+        with socket.create_server(("127.0.0.1", 0)) as listener, ExitStack() as held:
+            for _ in range(9):
+                held.enter_context(connection(listener))
+            acceptor = Acceptor(listener, running.table, running.protocol, None)
+            acceptor.resume()
+            accepted_in, turn = [0], 0
+            while running.table.total < 9:
+                before = running.table.total
+                acceptor.resume()  # as where a connection has ended
+                await asyncio.sleep(0)
+                turn += 1
+                assert running.table.total - before <= ACCEPTS_PER_TURN
+                if running.table.total > before:
+                    accepted_in.append(turn)
+            rests = [after - before for before, after in pairwise(accepted_in)]
+            assert min(rests[1:]) > ACCEPT_REST_TURNS
+            acceptor.close()
+            await acceptor.wait_closed()
+
+    on_connections(scenario)
+
+
+# --- what is dropped ------------------------------------------------------------------------------
+
+
+class Endless(Wire):
+    """Of a client that sends without end: whenever it is read, there is more."""
+
+    protocol = None
+
+    def __init__(self):
+        super().__init__()
+        self.num_reads = 0
+        self.reads = True
+
+    def pause_reading(self):
+        self.reads = False
+
+    def resume_reading(self):
+        self.reads = True
+        asyncio.get_running_loop().call_soon(self.read)
+
+    def read(self):
+        """As long as nobody objects."""
+        if self.reads and not self.is_closing():
+            self.num_reads += 1
+            self.protocol.data_received(b"a" * 1000)
+            asyncio.get_running_loop().call_soon(self.read)
+
+
+def endless(running, address, begun):
+    protocol = running.protocol(address)
+    wire = Endless()
+    wire.protocol = protocol
+    running.table.add(protocol)
+    protocol.connection_made(wire)
+    protocol.data_received(begun)
+    wire.read()
+    return protocol, wire
+
+
+REFUSED = b"GET / HTTP/1.1\r\n" + b"X: y\r\n" * 200
+
+
+def test_what_follows_a_refusal_is_read_in_turns_by_address():
+    async def scenario(running):
+        many = [endless(running, "many", REFUSED) for _ in range(6)]
+        _, one = endless(running, "one", REFUSED)
+        assert all(b"431" in wire.written for _, wire in many)
+        await until(lambda: one.num_reads >= 6)
+        reads = [wire.num_reads for _, wire in many]
+        assert abs(sum(reads) - one.num_reads) <= 1
+        assert max(reads) - min(reads) <= 1
+
+    on_connections(scenario)
+
+
+def test_a_connection_that_is_lost_while_it_waits_for_its_turn_has_none():
+    async def scenario(running):
+        gone = [endless(running, address, REFUSED) for address in ("many", "many", "one")]
+        for protocol, wire in gone:
+            wire.abort()
+            protocol.connection_lost(None)
+        _, last = endless(running, "one", REFUSED)
+        await until(lambda: last.num_reads >= 3)
+        assert not any(wire.num_reads for _, wire in gone)
+
+    on_connections(scenario)
+
+
+def test_the_rest_of_a_body_that_was_answered_is_read_in_turns_and_not_for_ever():
+    async def scenario(running):
+        async def answers_at_once(scope, receive, send):
+            await send({"type": "http.response.start", "status": 401, "headers": []})
+            await send({"type": "http.response.body", "body": b"no"})
+
+        running.app = answers_at_once
+        protocol, wire = running.connect()
+        protocol.data_received(POST)
+        await settle()
+        assert b"401" in wire.written
+        for _ in range(100):
+            assert protocol.flow.read_paused
+            await until(lambda: not protocol.flow.read_paused)
+            protocol.data_received(b"a" * 1000)
+        assert protocol.phase == "idle"
+        assert not protocol.flow.read_paused
+
+        protocol.data_received(POST)
+        await settle()
+        running.pass_seconds(9)
+        assert wire.state == "open"
+        running.pass_seconds(3)
+        assert wire.state == "aborted"
+
+    on_connections(scenario)
+
+
+def test_who_sends_megabytes_of_header_reads_why_they_are_refused():
+    async def scenario(running):
+        with socket.create_server(("127.0.0.1", 0)) as listener, connection(listener) as client:
+            acceptor = Acceptor(listener, running.table, running.protocol, None)
+            acceptor.resume()
+            await asyncio.to_thread(client.sendall, REFUSED + b"X: y\r\n" * 500_000)
+            answer = await asyncio.to_thread(client.recv, 1 << 16)
+            assert answer.startswith(b"HTTP/1.1 431 ")
+            client.close()
+            await until(lambda: running.table.total == 0)
             acceptor.close()
             await acceptor.wait_closed()
 
