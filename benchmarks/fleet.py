@@ -413,8 +413,8 @@ def path_report(
 ) -> Report:
     """A server beside a front-end over engines; the requests of both are alike, in turn.
 
-    A new picture goes to any engine of the fleet, which has rested since its last one. So it is
-    compared with what one of these engines takes itself, too."""
+    The one server gets every new picture, and each engine of the fleet some of them. So the fleet
+    is compared with one of its own engines, asked without the front-end, too."""
     report = Report(
         "fleet (path)",
         ("what", "one server", "fleet", "more"),
