@@ -408,12 +408,20 @@ def decision_report(engines: int) -> Report:
 # --- the way through a front-end -----------------------------------------------------------------
 
 
-def path_report(given: argparse.Namespace, alone: RunningServer, frontends: Frontends) -> Report:
-    """A server beside a front-end over engines; the requests of both are alike, in turn."""
+def path_report(
+    given: argparse.Namespace, alone: RunningServer, engines: Engines, frontends: Frontends
+) -> Report:
+    """A server beside a front-end over engines; the requests of both are alike, in turn.
+
+    The one server gets every new picture, and each engine of the fleet some of them. So the fleet
+    is compared with one of its own engines, asked without the front-end, too."""
     report = Report(
         "fleet (path)",
         ("what", "one server", "fleet", "more"),
-        notes=[f"medians of {given.repeats} requests each, one at a time, in turn"],
+        notes=[
+            f"medians of {given.repeats} requests each, one at a time, in turn; one engine: of the"
+            " fleet's own, another one each time, drawn by chance, without the front-end"
+        ],
     )
     source = random.Random(7)
     plain = body([message("user", words(source, 100))])
@@ -425,15 +433,18 @@ def path_report(given: argparse.Namespace, alone: RunningServer, frontends: Fron
         picture = {"type": "image_url", "image_url": {"url": data_url(variant(big, number))}}
         return body([message("user", picture, words_after)], 1)
 
-    urls = [alone.url, frontends.urls["price"]]
-    for name, requests in (
-        ("first token ms", itertools.repeat(plain)),
-        ("10 MB picture, known, ms", itertools.repeat(large(0))),
-        ("10 MB picture, new, ms", map(large, itertools.count(1))),
+    fleet = [frontends.urls["price"]]
+    own = [address.http for address in engines.addresses]
+    for name, requests, servers in (
+        ("first token ms", itertools.repeat(plain), [[alone.url], fleet]),
+        ("10 MB picture, known, ms", itertools.repeat(large(0)), [[alone.url], fleet]),
+        ("10 MB picture, new, ms", map(large, itertools.count(1)), [[alone.url], own, fleet]),
     ):
-        times = uvloop.run(_in_turn(urls, requests, given.repeats, 2 * given.engines))
-        direct, through = (median(each) for each in times)
+        times = uvloop.run(_in_turn(servers, requests, given.repeats, 2 * given.engines))
+        direct, *of_engines, through = (median(each) for each in times)
         report.add(name, direct, through, through - direct)
+        for engine in of_engines:
+            report.add(f"{name}, one engine", engine, through, through - engine)
     idle = cpu_seconds(frontends.pid)
     time.sleep(IDLE_SECONDS)
     idle = (cpu_seconds(frontends.pid) - idle) / IDLE_SECONDS
@@ -444,7 +455,7 @@ def path_report(given: argparse.Namespace, alone: RunningServer, frontends: Fron
         used = []
         for length in STREAM_TOKENS:
             before, started = cpu_seconds(frontends.pid), time.perf_counter()
-            tokens = uvloop.run(_streams(urls[1], body([question], length), given.clients))
+            tokens = uvloop.run(_streams(fleet[0], body([question], length), given.clients))
             waited = idle * (time.perf_counter() - started)
             used.append((cpu_seconds(frontends.pid) - before - waited, tokens))
         (short, few), (long, many) = used
@@ -455,21 +466,24 @@ def path_report(given: argparse.Namespace, alone: RunningServer, frontends: Fron
 
 
 async def _in_turn(
-    urls: Sequence[str], requests: Iterator[bytes], repeats: int, uncounted: int
+    servers: Sequence[Sequence[str]], requests: Iterator[bytes], repeats: int, uncounted: int
 ) -> list[list[float]]:
-    """URL → milliseconds to the first token of each repeat, after those that are not counted."""
-    targets = [Target(url) for url in urls]
-    times: list[list[float]] = [[] for _ in urls]
+    """Milliseconds to the first token of each repeat, after those that are not counted; for each
+    of the lists of URLs, one of which gets each request."""
+    source = random.Random(11)
+    targets = [[Target(url) for url in urls] for urls in servers]
+    times: list[list[float]] = [[] for _ in servers]
     for number in range(uncounted + repeats):
-        for target, found in zip(targets, times, strict=True):
+        for listed, found in zip(targets, times, strict=True):
             request = next(requests)
+            target = source.choice(listed)
             outcome = RequestOutcome(time.perf_counter())
             await target.send(request, outcome)
             if outcome.error is not None:
                 raise UnavailableError(f"a request failed: {outcome.error}")
             if number >= uncounted:
                 found.append(1e3 * outcome.first_text)
-    for target in targets:
+    for target in itertools.chain.from_iterable(targets):
         target.close()
     return times
 
@@ -519,7 +533,7 @@ def _served_reports(given: argparse.Namespace) -> list[Report]:
         frontends = stack.enter_context(running_frontends(engines))
         if "path" in given.parts:
             with running_server([model, *ENGINE_OPTIONS]) as alone:
-                found.append(path_report(given, alone, frontends))
+                found.append(path_report(given, alone, engines, frontends))
         if "routers" in given.parts:
             found.append(routers_report(given, engines, frontends))
     return found

@@ -176,8 +176,9 @@ class Target:
     def __init__(
         self, url: str, api_key: str | None = None, headers: Mapping[str, str] | None = None
     ) -> None:
-        """`url`: `http://host:port`, with or without `/v1`. Raises `ConfigError`."""
-        parts = urlsplit(url)
+        """`url`: `http://host:port`, with or without `/v1`, or `unix:PATH`; else `ConfigError`."""
+        self._path = url.removeprefix("unix:") if url.startswith("unix:") else None
+        parts = urlsplit(url if self._path is None else "http://localhost")
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigError(f"--url is http://HOST:PORT, got {url}")
         self._parts: SplitResult = parts
@@ -217,9 +218,12 @@ class Target:
             outcome.error = "the answer has no text"
 
     async def _connect(self) -> LoadConnection:
+        loop = asyncio.get_running_loop()
+        if self._path is not None:
+            return (await loop.create_unix_connection(LoadConnection, self._path))[1]
         secure = self._parts.scheme == "https"
         port = self._parts.port or (443 if secure else 80)
-        _, connection = await asyncio.get_running_loop().create_connection(
+        _, connection = await loop.create_connection(
             LoadConnection,
             self._parts.hostname or "",
             port,
