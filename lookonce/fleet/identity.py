@@ -25,8 +25,9 @@ from lookonce.fleet.index import short
 from lookonce.types.lora import LoRAIdentity, adapted_item_key
 
 BASE64_MARK = b";base64,"
-LARGE_BASE64 = 1 << 16
-"""Characters of base64 from which it is cut out of a body before that is decoded."""
+LARGE_BASE64 = 1 << 12
+"""Characters of base64 from which it is cut out of a body before that is decoded, and from which a
+picture that an engine holds is sent by its name: conversations send all of theirs each time."""
 MAX_TYPE_LENGTH = 256
 """Of a data URL before its base64, as engines read it."""
 HASH_SCHEME = "lookonce:"

@@ -29,7 +29,7 @@ from typing import NamedTuple
 
 from blake3 import blake3
 
-from lookonce.config import ENCODER_TOPIC, ITEM_TOPIC
+from lookonce.config import ENCODER_TOPIC, ENGINE_TOPIC, ITEM_TOPIC
 from lookonce.fleet.identity import Identity, Medium
 from lookonce.fleet.index import DEFAULT_MAX_ENTRIES, DigestIndex, short
 from lookonce.fleet.subscriber import (
@@ -418,7 +418,7 @@ class Router:
                     self._index(topic).add(engine.number, keys)
                 case Gone(topic, keys):
                     self._index(topic).remove(engine.number, keys)
-                case AllGone(topic):
+                case AllGone(topic) if topic != ENGINE_TOPIC:
                     self._index(topic).drop(engine.number)
                 case PromptComputed():
                     self._note_computed(engine, change)

@@ -32,6 +32,9 @@ GATHER_SECONDS = 0.02
 """Batches that come within this time are handed on together: to be woken costs more than a batch,
 and what was sent to an engine counts as held there before it says so."""
 POLL_MILLISECONDS = 200
+QUIET_SECONDS = 5.0
+"""After so long without a batch the engine is asked whether there was one: a loss is known by the
+batch after it, and an engine that has nothing left to do sends none."""
 
 
 class Added(msgspec.Struct, frozen=True, gc=False, tag=True):
@@ -83,6 +86,11 @@ Ask: TypeAlias = Callable[[bytes], list[tuple[int, bytes]]]
 """Sends a request and returns its answers: (number, batch). Raises `TimeoutError`."""
 
 
+class _Batch(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    moment: float
+    events: msgspec.Raw
+
+
 class TopicReader:
     """Reads the batches of one topic in order, whatever was lost. `topic` is named in changes.
 
@@ -94,13 +102,30 @@ class TopicReader:
         self._next: int | None = None
         self._last = -1
         """The number received last."""
+        self._moment = 0.0
+        """When the batch before `_next` was made, or the snapshot that had it."""
 
     def begin(self) -> list[Change]:
         """Start with what is held now."""
         changes: list[Change] = []
         for number, payload in self._ask(SNAPSHOT):
             changes += self._read(payload)
-            self._next = number + 1
+            self._next, self._moment = number + 1, self._moment_of(payload)
+        return changes
+
+    def check(self) -> list[Change]:
+        """The changes of batches after the last one that was read, for all that came of them."""
+        if self._next is None:
+            return self.begin()
+        last, *later = self._ask((self._next - 1).to_bytes(8, "big")) or [(-1, b"")]
+        if last[0] != self._next - 1:
+            return self.begin()  # the engine has started anew, or forgotten that batch
+        if self._moment_of(last[1]) > self._moment:
+            return self.begin()  # a batch of that number, but of a later start
+        changes: list[Change] = []
+        for number, payload in later:
+            if number == self._next:
+                changes += self._take(payload)
         return changes
 
     def receive(self, number: int, payload: bytes) -> list[Change]:
@@ -112,8 +137,7 @@ class TopicReader:
             return []  # a snapshot had it
         changes = self._catch_up(number) if number > self._next else []
         if number == self._next:
-            changes += self._read(payload)
-            self._next += 1
+            changes += self._take(payload)
         return changes
 
     def _catch_up(self, number: int) -> list[Change]:
@@ -121,9 +145,22 @@ class TopicReader:
         changes: list[Change] = []
         for replayed, payload in self._ask(self._next.to_bytes(8, "big")):
             if replayed == self._next:
-                changes += self._read(payload)
-                self._next += 1
+                changes += self._take(payload)
         return changes if self._next >= number else self.begin()
+
+    def _take(self, payload: bytes) -> list[Change]:
+        """Changes of the next batch."""
+        assert self._next is not None
+        changes = self._read(payload)
+        self._next, self._moment = self._next + 1, self._moment_of(payload)
+        return changes
+
+    def _moment_of(self, payload: bytes) -> float:
+        """Raises `ProtocolError`."""
+        try:
+            return msgspec.msgpack.decode(payload, type=_Batch).moment
+        except msgspec.MsgspecError as error:
+            raise ProtocolError(f"a batch of {self._topic} cannot be read") from error
 
     def _read(self, payload: bytes) -> list[Change]:
         """Changes of a batch. Raises `ProtocolError`."""
@@ -163,7 +200,8 @@ def _converted(fields: Sequence[Any], kind: type[T]) -> T:
 class EventSubscriber:
     """A thread that follows one engine's events and calls `on_changes` with them, from itself.
 
-    It asks for all that is held when it starts, and whenever the engine does not answer, again.
+    It asks for all that is held when it starts, and whenever the engine does not answer, again; and
+    while no batches come, whether it has missed the last ones.
     """
 
     def __init__(
@@ -172,9 +210,13 @@ class EventSubscriber:
         replay_address: str,
         blocks_topic: str,
         on_changes: Callable[[list[Change]], None],
+        quiet_seconds: float = QUIET_SECONDS,
     ) -> None:
-        """ZMQ endpoints of an engine's `--events`."""
+        """ZMQ endpoints of an engine's `--events`; `quiet_seconds`: after so long without a batch
+        it asks whether there was one."""
         import zmq  # an optional dependency
+
+        self._quiet_seconds = quiet_seconds
 
         self._zmq = zmq
         self._addresses = address, replay_address
@@ -200,6 +242,7 @@ class EventSubscriber:
         for topic in self._readers:
             sub.setsockopt(self._zmq.SUBSCRIBE, topic)
         begun: set[bytes] = set()
+        looked = time.monotonic()
         while not self._stopped.is_set():
             try:
                 for topic in self._readers.keys() - begun:
@@ -207,6 +250,12 @@ class EventSubscriber:
                     begun.add(topic)
                 if sub.poll(POLL_MILLISECONDS):
                     self._read(sub)
+                elif time.monotonic() - looked >= self._quiet_seconds:
+                    for reader in self._readers.values():
+                        self._on_changes(reader.check())
+                else:
+                    continue
+                looked = time.monotonic()
             except TimeoutError:
                 self._stopped.wait(RETRY_SECONDS)
                 begun.clear()

@@ -8,6 +8,8 @@ import pytest
 
 from lookonce.core import preemption
 from lookonce.core.scheduler_state import SchedulerOutput
+from lookonce.engine.process import engine_core
+from lookonce.engine.process.cache_events import Load, StepEvents
 from lookonce.engine.process.engine_core import EngineCore
 from lookonce.engine.process.step_loop import (
     AddCommand,
@@ -82,6 +84,42 @@ def test_who_waits_for_an_idle_session_gets_its_place_though_nothing_else_happen
         channel.command(StopCommand())
         thread.join(PATIENCE)
     assert core.steps < 3 * ANSWER, "it has slept meanwhile"
+
+
+class LoadNotices:
+    """A publisher that counts the loads it is told."""
+
+    def __init__(self, enough: int) -> None:
+        self.loads: list[Load] = []
+        self.told = threading.Event()
+        self._enough = enough
+
+    def open_step_events(self, _block_size, take_outputs, load, tier_stats) -> StepEvents:
+        return StepEvents(self._publish, "kv-events", take_outputs, load, tier_stats)
+
+    def _publish(self, _topic, changes) -> None:
+        self.loads += [change for change in changes if isinstance(change, Load)]
+        if len(self.loads) >= self._enough:
+            self.told.set()
+
+
+def test_an_engine_without_work_tells_its_load_again_and_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A router, and scaling by queues, believe the last one."""
+    monkeypatch.setattr(engine_core, "IDLE_LOAD_SECONDS", 0.15)
+    idle = EngineCore(make_scheduler(LIMITS), FakeRunner(LIMITS))
+    notices = LoadNotices(enough=4)
+    idle.publish(notices)
+    channel = StepChannel(lambda: None, EndNotice())
+    thread = threading.Thread(target=StepLoop(idle, channel).run)
+    thread.start()
+    try:
+        assert notices.told.wait(PATIENCE)
+    finally:
+        channel.command(StopCommand())
+        thread.join(PATIENCE)
+    assert {(load.running, load.waiting) for load in notices.loads} == {(0, 0)}
 
 
 class FakeOutlet:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import tempfile
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,7 @@ from lookonce.engine.process.cache_events import (
 from lookonce.errors import ProtocolError
 from lookonce.fleet.identity import Identity
 from lookonce.fleet.index import DigestIndex, short
-from lookonce.fleet.router import Router
+from lookonce.fleet.router import QueuePrice, Router
 from lookonce.fleet.subscriber import (
     Added,
     AllGone,
@@ -64,11 +66,12 @@ class FollowedLog:
         if arrives:
             self.apply(self.reader.receive(int.from_bytes(number, "big"), payload))
 
-    def restart(self) -> None:
+    def restart(self, arrives: bool = True) -> None:
         self.log = TopicLog("keys", self.form, max_batches=self.max_batches)
         self.held.clear()
         ((number, payload),) = self.log.replay(0)
-        self.apply(self.reader.receive(number, payload))
+        if arrives:
+            self.apply(self.reader.receive(number, payload))
 
     def apply(self, changes: Sequence[Any]) -> None:
         for change in changes:
@@ -109,6 +112,34 @@ def test_the_index_is_exact_after_any_loss(
                 followed.restart()
     followed.tell([Held(digest(99))], arrives=True)
     assert followed.index.held(5) == followed.held | {99}
+    followed.index.check_integrity()
+
+
+@given(
+    steps=st.lists(st.tuples(STEP, st.booleans()), max_size=40),
+    max_batches=st.sampled_from([2, 1000]),
+)
+@settings(max_examples=100)
+def test_a_check_finds_what_was_lost_last(
+    steps: list[tuple[tuple[str, int], bool]], max_batches: int
+) -> None:
+    """No later batch shows that one is missing; restarts are lost, too."""
+    followed = FollowedLog("array", max_batches)
+    for (what, number), arrives in steps:
+        match what:
+            case "hold":
+                followed.held.add(number)
+                followed.tell([Held(digest(number))], arrives)
+            case "remove":
+                followed.held.discard(number)
+                followed.tell([Removed(digest(number))], arrives)
+            case "clear":
+                followed.apply(followed.reader.check())
+            case _:
+                followed.restart(arrives)
+    followed.apply(followed.reader.check())
+    assert followed.index.held(5) == followed.held
+    assert followed.reader.check() == []
     followed.index.check_integrity()
 
 
@@ -196,3 +227,53 @@ def test_a_thread_follows_an_engine_over_zmq() -> None:
         finally:
             subscriber.close()
             publisher.close()
+
+
+def test_an_engine_that_began_anew_and_is_idle_costs_nothing() -> None:
+    """What it told when it started went to nobody: the subscription had not reached it. Scaling
+    by queues would keep engines for requests that there are no more."""
+    price = QueuePrice()
+    with tempfile.TemporaryDirectory(prefix="lookonce-fleet-") as folder:
+        config = EventsConfig(f"ipc://{Path(folder)}/pub", f"ipc://{Path(folder)}/replay")
+        publisher = EventPublisher(config)
+        seconds = itertools.count(1.0)
+
+        def is_busy() -> bool:  # told again until what was told before the snapshot is past
+            told: list[Change] = [Computed(str(number), 33, None, ()) for number in range(4)]
+            publisher.publish(ENGINE_TOPIC, [*told, Load(2, 0, 100, next(seconds))])
+            return price.seconds > 0
+
+        subscriber = EventSubscriber(
+            config.address, config.replay_address, config.topic, price.apply, quiet_seconds=0.1
+        )
+        try:
+            until(is_busy)
+            publisher.close()
+            publisher = EventPublisher(config)
+            publisher.publish(ENGINE_TOPIC, [Load()])
+            until(lambda: price.seconds == 0)
+        finally:
+            subscriber.close()
+            publisher.close()
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end, "it did not come to that"
+        time.sleep(0.02)
+
+
+def test_a_snapshot_of_what_an_engine_does_empties_no_index() -> None:
+    """It begins as all snapshots do; a front-end that starts asks for those of all topics, in any
+    order."""
+    log = TopicLog(ENGINE_TOPIC, "array")
+    *answers, _ = log.answer(b"snapshot")
+    payload = answers[0][1]
+    reader = TopicReader(ENGINE_TOPIC, lambda _: [(0, payload)])
+    router = Router()
+    engine = router.add_engine("a", "nano", follows=True)
+    router.apply(engine, [Added("kv-events", [1]), Added(ITEM_TOPIC, [2])])
+    router.apply(engine, reader.begin())
+    assert router.blocks.held(engine.number) == {1}
+    assert router.items.held(engine.number) == {2}

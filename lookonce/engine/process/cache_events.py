@@ -45,6 +45,9 @@ END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 SNAPSHOT = b"snapshot"
 LOAD_SECONDS = 0.1
 """Least time between two events about the load."""
+IDLE_LOAD_SECONDS = 10.0
+"""Time between these while there is nothing to do: who has missed one, or waits for a sign of life,
+learns what is true."""
 MEDIUM = "GPU"
 """What vLLM calls the device, of whatever kind."""
 PRIVATE_TIER = "host"

@@ -25,7 +25,12 @@ from lookonce.core.request_validation import RequestValidator
 from lookonce.core.scheduler import Scheduler
 from lookonce.core.scheduler_state import SchedulerOutput
 from lookonce.engine.process.adapters import EngineAdapters
-from lookonce.engine.process.cache_events import EventPublisher, Load, StepEvents
+from lookonce.engine.process.cache_events import (
+    IDLE_LOAD_SECONDS,
+    EventPublisher,
+    Load,
+    StepEvents,
+)
 from lookonce.engine.process.grammar import Compile
 from lookonce.errors import DeviceLostError, LookOnceError, RequestFailedError
 from lookonce.types.media import Array, MediaFeature, ProcessedItem
@@ -228,10 +233,13 @@ class EngineCore:
         return self._under_way is not None or self._scheduler.has_work
 
     @property
-    def seconds_to_next_eviction(self) -> float | None:
-        """After a step with nothing to do: seconds until the next one may evict an idle session.
-        None: nothing to do before a command or a wake-up comes."""
-        return self._scheduler.seconds_to_next_eviction
+    def seconds_to_wait(self) -> float | None:
+        """How long nothing can happen by itself once a step had nothing to do: until an idle
+        session has to be evicted, or the load is told again. None: for ever."""
+        seconds = self._scheduler.seconds_to_next_eviction
+        if self._events is None:
+            return seconds
+        return IDLE_LOAD_SECONDS if seconds is None else min(seconds, IDLE_LOAD_SECONDS)
 
     @property
     def num_waiting(self) -> int:

@@ -231,7 +231,8 @@ class StepChannel:
 class StepLoop:
     """Steps as long as there is work, and blocks in the command queue when there is none.
 
-    It does not block beyond the time at which an idle session has to be evicted.
+    It does not block beyond the time at which an idle session has to be evicted, or the load is
+    told again.
     """
 
     def __init__(self, core: EngineCore, channel: StepChannel) -> None:
@@ -249,7 +250,7 @@ class StepLoop:
         channel, core = self._channel, self._core
         idle = True
         while True:
-            seconds = core.seconds_to_next_eviction if idle else None
+            seconds = core.seconds_to_wait if idle else None
             for command in channel.take_commands(wait=idle, seconds=seconds):
                 self._execute_command(command)
             if self._stopped:
