@@ -24,6 +24,7 @@ import socket
 import sys
 from collections import Counter
 from collections.abc import Collection, Sequence
+from contextlib import AsyncExitStack
 from typing import Any
 
 import msgspec
@@ -31,8 +32,10 @@ import uvloop
 from blake3 import blake3
 
 from lookonce.config import Options, resolve
+from lookonce.fleet.config import RenderedModel
 from lookonce.fleet.frontend import EngineAddress, Fleet, Frontend
 from lookonce.fleet.identity import Identity
+from lookonce.fleet.rendering import Rendering
 from lookonce.fleet.router import EngineState, NoEngineError, Route, Router, Work
 from lookonce.fleet.server import FrontendServer
 
@@ -159,15 +162,23 @@ def _text(value: Any) -> str:
     return ""
 
 
-async def _serve(engines: Sequence[EngineAddress]) -> None:
+async def _serve(engines: Sequence[EngineAddress], rendered: str | None = None) -> None:
+    """`rendered`: the model's folder, for one more front-end, which renders."""
     config = resolve(Options(port=0)).server
     ports, fleets, running = {}, [], []
-    for name, kind in ROUTERS.items():
+    kinds = {**ROUTERS, "renders": Router} if rendered else ROUTERS
+    stack, opening = AsyncExitStack(), list[Rendering]()
+    for name, kind in kinds.items():
         fleet = Fleet(kind())
-        follows = name == "price"
+        follows = name in ("price", "renders")
         told = [e if follows else msgspec.structs.replace(e, events=None) for e in engines]
         fleet.update({engine.name: engine for engine in told})
         frontend = Frontend(fleet, config) if follows else RuleFrontend(fleet, config)
+        if rendered and name == "renders":
+            model = RenderedModel(name=engines[0].model, model=rendered)
+            rendering = Rendering(fleet, [model], config)
+            opening.append(rendering)
+            frontend = Frontend(fleet, config, rendering)
         listener = socket.create_server(("127.0.0.1", 0), backlog=512)
         ports[name] = listener.getsockname()[1]
         server = FrontendServer(frontend, config)
@@ -175,18 +186,22 @@ async def _serve(engines: Sequence[EngineAddress]) -> None:
         fleets.append(fleet)
     while any(len(fleet.ready()) < len(engines) for fleet in fleets):  # noqa: ASYNC110
         await asyncio.sleep(0.05)
+    for rendering in opening:
+        await stack.enter_async_context(rendering)
+        await rendering.wait_opened()
     print(msgspec.json.encode(ports).decode(), flush=True)
     await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
     for server, task in running:
         server.should_exit = True
         await task
+    await stack.aclose()
     for fleet in fleets:
         fleet.close()
 
 
 def main() -> None:
     engines = msgspec.json.decode(sys.stdin.readline(), type=list[EngineAddress])
-    uvloop.run(_serve(engines))
+    uvloop.run(_serve(engines, *sys.argv[1:2]))
 
 
 if __name__ == "__main__":

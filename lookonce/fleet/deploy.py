@@ -54,7 +54,6 @@ from lookonce.fleet.config import (
     rendered_models,
 )
 from lookonce.fleet.frontend import EngineAddress, EngineKeys, Fleet, Frontend
-from lookonce.fleet.rendering import Rendering
 from lookonce.fleet.router import QueuePrice, Router, engines_wanted
 from lookonce.fleet.server import FrontendServer, ListenerOwner, listening, shared_listener
 from lookonce.fleet.subscriber import EventSubscriber
@@ -233,7 +232,11 @@ class FrontendReplica:
         options = Options(host=config.host, port=config.port, api_key_file=config.api_key_file)
         server_config = resolve(options).server
         fleet = Fleet(Router(), EngineKeys(config.api_key_file))
-        rendering = Rendering(fleet, self._rendered, server_config) if self._rendered else None
+        rendering = None
+        if self._rendered:  # what it imports takes 45 MB, which no other replica needs
+            from lookonce.fleet.rendering import Rendering
+
+            rendering = Rendering(fleet, self._rendered, server_config)
         frontend = Frontend(fleet, server_config, rendering)
         self._server = FrontendServer(frontend, server_config)
         self._loop = asyncio.get_running_loop()

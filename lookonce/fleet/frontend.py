@@ -853,8 +853,12 @@ class Frontend:
                 "items": len(router.items),
             },
             "answer_tokens": round(router.answer_tokens, 4),
-            "retried": self.retried,
+            "retried": self._num_retried,
         }
+
+    @property
+    def _num_retried(self) -> int:
+        return self.retried + (0 if self._rendering is None else self._rendering.num_retried)
 
     async def _metrics(self) -> str:
         """Its own figures, and those of the engines that answer in time. Engines are asked once
@@ -864,12 +868,12 @@ class Frontend:
         if gathered is None or (gathered.done() and loop.time() >= self._gathered_until):
             gathered = self._gathered = loop.create_task(self._gather())
         theirs = await asyncio.shield(gathered)
-        retried, rendered = self.retried, None
-        if self._rendering is not None:
-            rendered = self._rendering.num_rendered
-            retried += self._rendering.num_retried
         own = fleet_families(
-            self._fleet.router, retried, self.decision_seconds, self.responses, rendered
+            self._fleet.router,
+            self._num_retried,
+            self.decision_seconds,
+            self.responses,
+            None if self._rendering is None else self._rendering.num_rendered,
         )
         return "\n".join([*own, theirs]) + "\n"
 

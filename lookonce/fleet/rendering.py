@@ -26,7 +26,7 @@ from lookonce.errors import LookOnceError
 from lookonce.fleet.config import RenderedModel
 from lookonce.fleet.engine_http import Headers
 from lookonce.fleet.frontend import Fleet
-from lookonce.fleet.identity import Processor
+from lookonce.fleet.identity import Processor, without_payloads
 from lookonce.fleet.routed_engine import ClientRequest, RoutedEngine, current_request
 from lookonce.frontend.frontend import dialect_of, reasoning_of
 from lookonce.frontend.metrics import Metrics
@@ -149,6 +149,7 @@ class Rendering:
         """None: the request goes to an engine as it came."""
         if not self._served or path not in PATHS:
             return None
+        body = without_payloads(body)
         try:
             fields = _FIELDS.decode(body)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Collection, Mapping
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping
 from contextlib import aclosing
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -242,13 +242,13 @@ class RoutedEngine(RenderOnlyEngine):
             running.answer = answer
             if running.aborted:
                 raise EngineLostError
-            tell_first = True
-            async with aclosing(self._read(prompt, answer)) as deltas:
+
+            def on_first() -> None:
+                router.answered(route, time.monotonic() - began)
+
+            async with aclosing(self._read(prompt, answer, on_first)) as deltas:
                 async for delta in deltas:
-                    if tell_first:
-                        tell_first = False
-                        router.answered(route, time.monotonic() - began)
-                        prompt.tell(route, answer)
+                    prompt.tell(route, answer)
                     yield delta
         finally:
             running.answer = None
@@ -273,10 +273,11 @@ class RoutedEngine(RenderOnlyEngine):
             held = ()
 
     async def _read(
-        self, prompt: _Prompt, answer: EngineAnswer
+        self, prompt: _Prompt, answer: EngineAnswer, on_first: Callable[[], None]
     ) -> AsyncGenerator[TokenDelta, None]:
         """The deltas, as they come in a stream, else once all have come. The last one is handed on
-        when the answer has ended, so that its connection serves the next request."""
+        when the answer has ended, so that its connection serves the next request. `on_first` is
+        called with the first event."""
         kept: list[TokenDelta] = []
         running, items = prompt.running, prompt.rendered.items
         streams = prompt.request.stream
@@ -284,6 +285,7 @@ class RoutedEngine(RenderOnlyEngine):
         try:
             async with aclosing(events_of(answer)) as events:
                 async for event in events:
+                    on_first()
                     if event.error is not None:
                         error = raised_for(event.error, items)
                         if isinstance(error, UnavailableError) and not streams:

@@ -1,10 +1,16 @@
-"""Front-ends that render answer as the engines themselves do: real engines, one rendering front-end,
-one that forwards, and one of the engines asked directly."""
+"""Front-ends that render answer as the engines themselves do.
+
+Real engines behind one front-end that renders and one that forwards, and one of them alone.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -205,3 +211,211 @@ def test_what_is_stored_is_forwarded(rendering: RunningFrontend) -> None:
     )
     assert again.previous_response_id == first.id
     assert client.responses.retrieve(first.id).id == first.id
+
+
+def receipt(url: str, body: dict[str, Any]) -> tuple[Any, httpx.Response]:
+    answer = httpx.post(
+        f"{url}/v1/chat/completions", json=body | {"reuse_receipt": True}, timeout=60
+    )
+    return answer.json()["reuse_receipt"], answer
+
+
+def test_a_receipt_says_what_the_engine_did(ways: dict[str, str]) -> None:
+    """A new picture and a known one, by each way; `decode_ms` and the like are of the engine."""
+    for number, url in enumerate(ways.values()):
+        shown = picture(("red", "square"), ("blue", "circle"), side=84 + 12 * number)
+        body = chat([image_part(shown), text_part("What?")])
+        first, _ = receipt(url, body)
+        (item,) = first["items"]
+        assert (item["processor"], item["encoder"]) == ("miss", "miss")
+        assert item["encode_ms"] > 0
+        assert item["process_ms"] > 0
+        again, answer = receipt(url, body)
+        (item,) = again["items"]
+        assert (item["processor"], item["encoder"]) == ("hit", "skipped")
+        assert again["prefix_cached_tokens"] > 0
+        cached = answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert cached == again["prefix_cached_tokens"]
+
+
+def test_a_route_tells_the_exact_number_of_tokens(rendering: RunningFrontend) -> None:
+    body = chat([image_part(picture(("green", "square"))), text_part("What is it? " * 20)])
+    before = rendered(rendering)
+    _, first = receipt(rendering.url, body)
+    body["messages"] += [
+        {"role": "assistant", "content": first.json()["choices"][0]["message"]["content"]},
+        {"role": "user", "content": "And now?"},
+    ]
+    told, again = receipt(rendering.url, body)
+    assert rendered(rendering) == before + 2
+    assert first.headers["x-lookonce-engine"] == again.headers["x-lookonce-engine"]
+    known, total = (
+        again.headers["x-lookonce-route"].split("; ")[1].removeprefix("prompt ").split("/")
+    )
+    assert again.headers["x-lookonce-route"].startswith("known;")
+    assert int(total) == told["prompt_tokens"]
+    assert abs(int(known) - told["prefix_cached_tokens"]) < 64
+
+
+def rendered(running: RunningFrontend) -> int:
+    """Requests until now."""
+    lines = httpx.get(f"{running.url}/metrics").text.splitlines()
+    name = "lookonce_fleet_rendered_total "
+    return int(next(line for line in lines if line.startswith(name)).removeprefix(name))
+
+
+def test_what_needs_an_engine_is_forwarded(rendering: RunningFrontend) -> None:
+    before = rendered(rendering)
+    for path, body in {
+        "/tokenize": {"model": "nano", "prompt": "Hello"},
+        "/v1/chat/completions": CHATS["a uuid"],
+        "/v1/responses": {"model": "nano", "input": "Hello", "max_output_tokens": 4},
+        "/inference/v1/generate": {"token_ids": [72, 73], "sampling_params": {"max_tokens": 2}},
+    }.items():
+        answer = httpx.post(rendering.url + path, json=body, timeout=60)
+        assert answer.status_code == 200, answer.text
+        assert "x-lookonce-engine" in answer.headers
+    bare = chat([{"type": "image_url", "uuid": "it"}])
+    assert httpx.post(f"{rendering.url}/v1/chat/completions", json=bare).status_code == 200
+    assert rendered(rendering) == before
+
+
+REFUSED: dict[str, dict[str, Any]] = {
+    "no JSON": {},
+    "no messages": chat() | {"messages": []},
+    "a long answer": chat(max_tokens=1 << 20),
+    "a bad schema": chat(
+        response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": 3}}}
+    ),
+    "no picture": chat([{"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}]),
+    "a cut picture": chat(
+        [
+            text_part("What?"),
+            {
+                "type": "image_url",
+                "image_url": {
+                    "url": image_part(picture(("red", "circle")))["image_url"]["url"][:200]
+                },
+            },
+        ]
+    ),
+    "an unknown name": chat([{"type": "image_url", "image_url": {"url": "lookonce:" + "ab" * 32}}]),
+    "an unknown model": chat(model="other"),
+    "a closed address": chat(
+        [{"type": "image_url", "image_url": {"url": "http://127.0.0.1:9/x.png"}}]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_refusal_is_the_engines_own(ways: dict[str, str], name: str, stream: bool) -> None:
+    content = json.dumps(REFUSED[name] | {"stream": stream}) if REFUSED[name] else "{"
+    headers = {"content-type": "application/json"}
+    rendering, _, alone = (
+        httpx.post(f"{url}/v1/chat/completions", content=content, headers=headers, timeout=60)
+        for url in ways.values()
+    )
+    assert rendering.status_code == alone.status_code >= 400
+    told, expected = rendering.json()["error"], alone.json()["error"]
+    if name == "an unknown model":  # a fleet names its models
+        told["message"] = expected["message"]
+    assert told == expected
+
+
+def test_openais_client_streams_and_leaves(
+    engines: list[Engine], rendering: RunningFrontend
+) -> None:
+    client = openai.OpenAI(base_url=f"{rendering.url}/v1", api_key="none")
+    stream = client.chat.completions.create(
+        model="nano",
+        messages=[{"role": "user", "content": "Count to a million."}],
+        max_tokens=2000,
+        stream=True,
+        extra_body={"ignore_eos": True},
+    )
+    next(iter(stream))
+    stream.close()
+    until(lambda: running_requests(engines) == 0)
+    until(lambda: rendering.frontend.active == 0)
+
+
+def test_a_request_is_aborted_by_its_id(engines: list[Engine], rendering: RunningFrontend) -> None:
+    body = chat(max_tokens=2000, ignore_eos=True, stream=True, request_id="mine-1", n=2)
+    with httpx.stream(
+        "POST", f"{rendering.url}/v1/chat/completions", json=body, timeout=60
+    ) as response:
+        lines = response.iter_lines()
+        next(lines)
+        aborted = httpx.post(
+            f"{rendering.url}/inference/v1/abort_requests", json={"request_ids": ["mine-1"]}
+        )
+        assert aborted.json() == {"aborted": ["mine-1"]}
+        rest = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    reasons = [choice["finish_reason"] for event in rest for choice in event["choices"]]
+    assert [reason for reason in reasons if reason] == ["abort", "abort"]
+    until(lambda: running_requests(engines) == 0)
+
+
+def running_requests(engines: list[Engine]) -> float:
+    found = [httpx.get(f"{each.server.url}/metrics").text for each in engines]
+    lines = [line for text in found for line in text.splitlines()]
+    name = "lookonce_num_requests_running"
+    return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
+
+
+def until(condition: Callable[[], object]) -> None:
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end, "it did not come to that"
+        time.sleep(0.02)
+
+
+def test_tenants_are_apart(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("one:key-one:admin\ntwo:key-two\n")
+    body = chat([image_part(picture(("red", "circle"))), text_part("Whose? " * 20)])
+    with (
+        running_engine("a", "--api-key-file", str(keys)) as engine,
+        running_frontend([engine.address], RENDERED, keys) as running,
+    ):
+
+        def ask(key: str) -> httpx.Response:
+            headers = {"authorization": f"Bearer {key}"}
+            return httpx.post(
+                f"{running.url}/v1/chat/completions",
+                json=body | {"reuse_receipt": True},
+                headers=headers,
+                timeout=60,
+            )
+
+        first, again, other = (ask(key) for key in ("key-one", "key-one", "key-two"))
+        told = [each.json()["reuse_receipt"] for each in (first, again, other)]
+        assert [each["items"][0]["processor"] for each in told] == ["miss", "hit", "miss"]
+        assert told[1]["prefix_cached_tokens"] > 0
+        assert told[2]["prefix_cached_tokens"] == 0
+        assert ask("none").status_code == 401
+
+
+def test_an_engine_that_is_killed_takes_its_own_streams_alone() -> None:
+    with running_engine("a") as one, running_engine("b") as two:
+        engines = {"a": one, "b": two}
+        with running_frontend([one.address, two.address], RENDERED) as running:
+            body = chat("Count " * 40, max_tokens=1500, ignore_eos=True)
+            with httpx.stream(
+                "POST",
+                f"{running.url}/v1/chat/completions",
+                json=body | {"stream": True},
+                timeout=60,
+            ) as response:
+                lines = response.iter_lines()
+                next(lines)
+                name = response.headers["x-lookonce-engine"]
+                os.killpg(engines[name].server.process.pid, signal.SIGKILL)
+                rest = [line for line in lines if line.startswith("data: {")]
+            assert json.loads(rest[-1][6:])["error"]["code"] == "engine_dead"
+            answer = httpx.post(
+                f"{running.url}/v1/chat/completions", json=body | {"max_tokens": 4}, timeout=60
+            )
+            assert answer.status_code == 200
+            assert answer.headers["x-lookonce-engine"] != name

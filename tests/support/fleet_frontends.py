@@ -17,6 +17,7 @@ from lookonce.fleet.frontend import EngineAddress, EngineKeys, Fleet, Frontend
 from lookonce.fleet.rendering import Rendering
 from lookonce.fleet.router import Router
 from lookonce.fleet.server import FrontendServer
+from tests.support.fake_engine import FakeEngine
 from tests.support.live_server import LiveServer
 
 
@@ -49,17 +50,22 @@ async def serving_frontend(
     addresses: Sequence[EngineAddress],
     rendered: Sequence[RenderedModel] = (),
     keys: Path | None = None,
+    fakes: Sequence[FakeEngine] = (),
 ) -> AsyncIterator[RunningFrontend]:
-    """It serves once all engines are ready, and what it renders is open."""
+    """It serves once all engines are ready, and what it renders is open. `fakes` begin to listen
+    with it."""
     file = None if keys is None else str(keys)
     config = resolve(Options(port=0, api_key_file=file)).server
     fleet = Fleet(Router(), EngineKeys(file))
-    fleet.update({address.name: address for address in addresses})
     async with contextlib.AsyncExitStack() as stack:
+        for fake in fakes:
+            await stack.enter_async_context(fake)
+        listening = [EngineAddress(fake.name, fake.model, fake.address) for fake in fakes]
+        fleet.update({address.name: address for address in (*addresses, *listening)})
         rendering = Rendering(fleet, rendered, config) if rendered else None
         frontend = Frontend(fleet, config, rendering)
         async with asyncio.timeout(60):
-            while len(fleet.ready()) < len(addresses):  # noqa: ASYNC110
+            while len(fleet.ready()) < len(addresses) + len(fakes):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
             if rendering is not None:
                 await stack.enter_async_context(rendering)
@@ -82,6 +88,7 @@ def running_frontend(
     addresses: Sequence[EngineAddress],
     rendered: Sequence[RenderedModel] = (),
     keys: Path | None = None,
+    fakes: Sequence[FakeEngine] = (),
 ) -> Iterator[RunningFrontend]:
     """As `serving_frontend`, in a thread of its own."""
     ready, over = threading.Event(), asyncio.Event()
@@ -92,7 +99,7 @@ def running_frontend(
     async def serve() -> None:
         loop = asyncio.get_running_loop()
         stop.append(lambda: loop.call_soon_threadsafe(over.set) and None)
-        async with serving_frontend(addresses, rendered, keys) as running:
+        async with serving_frontend(addresses, rendered, keys, fakes) as running:
             found.append(running)
             ready.set()
             await over.wait()
@@ -100,7 +107,7 @@ def running_frontend(
     def run() -> None:
         try:
             asyncio.run(serve())
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - raised where the test waits
             failed.append(error)
         finally:
             ready.set()
