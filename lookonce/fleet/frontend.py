@@ -417,6 +417,11 @@ class Fleet:
             await self._looked.wait()
         return told
 
+    def processors_of(self, model: str) -> list[Processor]:
+        """Of all engines of the model that told; `model`: without adapters."""
+        members = self.members.values()
+        return [each.processor for each in members if each.cards and each.address.model == model]
+
     def processor_of(self, model: Any) -> Processor:
         """Of any engine of the model."""
         for member in self.members.values():

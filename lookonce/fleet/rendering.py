@@ -164,9 +164,12 @@ class Rendering:
             or fields.conversation is not None
         ):
             return None
-        if not _are_alike(told, served.engine.processor) or UNCARRIED.search(body):
+        listed = self._fleet.processors_of(str(told.model))
+        alike = all(_are_alike(each, served.engine.processor) for each in listed)
+        if not alike or UNCARRIED.search(body):
             return None
-        served.engine.learn(told)
+        adapters = {name: found for each in listed for name, found in each.adapters.items()}
+        served.engine.learn(msgspec.structs.replace(told, adapters=adapters))
         return served, fields
 
     async def answer(
