@@ -46,6 +46,7 @@ from benchmarks.running_server import (
     cpu_seconds,
     descendants,
     machine_cpu_seconds,
+    memory_bytes,
     running_server,
     set_environment,
 )
@@ -117,13 +118,19 @@ def running_engines(model: str, count: int) -> Iterator[Engines]:
 class Frontends:
     pid: int
     urls: dict[str, str]
-    """Rule → its front-end; `renders`: the price's, which renders, where there is one."""
+    """Rule → its front-end."""
+
+    @property
+    def url(self) -> str:
+        """Of the only one."""
+        (url,) = self.urls.values()
+        return url
 
 
 @contextmanager
-def running_frontends(engines: Engines, rendered: str | None = None) -> Iterator[Frontends]:
-    """`rendered`: the model, where a front-end shall render."""
-    command = [sys.executable, "-m", "benchmarks.fleet_routers", *([rendered] if rendered else ())]
+def running_frontends(engines: Engines, *wanted: str) -> Iterator[Frontends]:
+    """In one process; `wanted`: rules, or `renders=MODEL`; none: all rules."""
+    command = [sys.executable, "-m", "benchmarks.fleet_routers", *wanted]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.stdin is not None
     assert process.stdout is not None
@@ -413,12 +420,9 @@ def decision_report(engines: int) -> Report:
 
 
 def path_report(
-    given: argparse.Namespace, alone: RunningServer, engines: Engines, frontends: Frontends
+    given: argparse.Namespace, alone: RunningServer, engines: Engines, fleets: Sequence[Frontends]
 ) -> Report:
     """A server beside front-ends over engines; the requests of all are alike, in turn."""
-    fleets = [frontends.urls["price"]]
-    if given.renders:
-        fleets.append(frontends.urls["renders"])
     report = Report(
         "fleet (path)",
         ("what", "one server", *("fleet", "rendering")[: len(fleets)]),
@@ -442,7 +446,7 @@ def path_report(
         ("10 MB picture, known, ms", itertools.repeat(large(0))),
         ("10 MB picture, new, ms", map(large, itertools.count(1))),
     ):
-        urls = [alone.url, *fleets]
+        urls = [alone.url, *(each.url for each in fleets)]
         times = uvloop.run(_in_turn(urls, requests, given.repeats, 2 * given.engines))
         report.add(name, *(median(each) for each in times))
     question = message("user", words(source, 20))
@@ -451,29 +455,31 @@ def path_report(
         (f"{LONG_WORDS} words, CPU ms by request", lambda _: long, (1, 1 + LONG_REPEATS)),
         ("CPU ms by token", lambda length: body([question], length), STREAM_TOKENS),
     ):
-        used = [_cpu_of(url, request, amounts, given, engines, frontends) for url in fleets]
+        used = [_cpu_of(request, amounts, given, engines, each) for each in fleets]
         for what, each in zip(("front-end", "API processes"), zip(*used, strict=True), strict=True):
             report.add(f"{name}: {what}", None, *each)
+    megabytes = [memory_bytes(each.pid, "Rss") / 1e6 for each in fleets]
+    report.add("memory of the front-end, MB", None, *megabytes)
     return report
 
 
 def _cpu_of(
-    url: str,
     request: Callable[[int], bytes],
     amounts: tuple[int, int],
     given: argparse.Namespace,
     engines: Engines,
-    frontends: Frontends,
+    frontend: Frontends,
 ) -> tuple[float, float]:
-    """CPU milliseconds of the front-ends, and of the engines' API processes, for one token, or for
+    """CPU milliseconds of the front-end, and of the engines' API processes, for one token, or for
     one request where that is the same for every amount.
 
     What requests cost at their beginning and end is the same for few and for many."""
 
     def used() -> tuple[float, float]:
         apis = [pid for each in engines.pids for pid in descendants(each, API_PROCESS)]
-        return cpu_seconds(frontends.pid), sum(map(cpu_seconds, apis))
+        return cpu_seconds(frontend.pid), sum(map(cpu_seconds, apis))
 
+    url = frontend.url
     before = used()
     time.sleep(IDLE_SECONDS)
     idle = [(now - then) / IDLE_SECONDS for now, then in zip(used(), before, strict=True)]
@@ -566,11 +572,12 @@ def _served_reports(given: argparse.Namespace) -> list[Report]:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             model = str(make_folder("qwen2_5_vl", folder / "bench", scale="8m"))
         engines = stack.enter_context(running_engines(model, given.engines))
-        rendered = model if given.renders else None
-        frontends = stack.enter_context(running_frontends(engines, rendered))
         if "path" in given.parts:
-            with running_server([model, *ENGINE_OPTIONS]) as alone:
-                found.append(path_report(given, alone, engines, frontends))
+            ways = ("price", f"renders={model}") if given.renders else ("price",)
+            with running_server([model, *ENGINE_OPTIONS]) as alone, ExitStack() as opened:
+                fleets = [opened.enter_context(running_frontends(engines, way)) for way in ways]
+                found.append(path_report(given, alone, engines, fleets))
         if "routers" in given.parts:
+            frontends = stack.enter_context(running_frontends(engines))
             found.append(routers_report(given, engines, frontends))
     return found

@@ -224,7 +224,7 @@ def test_a_receipt_says_what_the_engine_did(ways: dict[str, str]) -> None:
     """A new picture and a known one, by each way; `decode_ms` and the like are of the engine."""
     for number, url in enumerate(ways.values()):
         shown = picture(("red", "square"), ("blue", "circle"), side=84 + 12 * number)
-        body = chat([image_part(shown), text_part("What?")])
+        body = chat([image_part(shown), text_part("What is it? " * 20)])
         first, _ = receipt(url, body)
         (item,) = first["items"]
         assert (item["processor"], item["encoder"]) == ("miss", "miss")
@@ -401,7 +401,7 @@ def test_an_engine_that_is_killed_takes_its_own_streams_alone() -> None:
     with running_engine("a") as one, running_engine("b") as two:
         engines = {"a": one, "b": two}
         with running_frontend([one.address, two.address], RENDERED) as running:
-            body = chat("Count " * 40, max_tokens=1500, ignore_eos=True)
+            body = chat("Count " * 40, max_tokens=3000, ignore_eos=True)
             with httpx.stream(
                 "POST",
                 f"{running.url}/v1/chat/completions",
@@ -411,7 +411,8 @@ def test_an_engine_that_is_killed_takes_its_own_streams_alone() -> None:
                 lines = response.iter_lines()
                 next(lines)
                 name = response.headers["x-lookonce-engine"]
-                os.killpg(engines[name].server.process.pid, signal.SIGKILL)
+                for pid in engines[name].server.pids(b"lookonce"):
+                    os.kill(pid, signal.SIGKILL)
                 rest = [line for line in lines if line.startswith("data: {")]
             assert json.loads(rest[-1][6:])["error"]["code"] == "engine_dead"
             answer = httpx.post(

@@ -96,9 +96,9 @@ def test_a_router_counts_them_exactly() -> None:
         router.add_engine(name, "nano", follows=False)
     ids = list(range(500))
     first = router.route("1", identity(prompt(ids)))
+    router.ended("1", first)
     again = router.route("2", identity(prompt([*ids, *ids])))
     assert again.engine is first.engine
     assert (again.work.known_tokens, again.work.num_tokens) == (480, 1000)
-    router.ended("1", first)
     router.ended("2", again)
     router.check_integrity()
