@@ -25,7 +25,6 @@ from lookonce.errors import (
     EngineDeadError,
     LookOnceError,
     MediaNotCachedError,
-    RequestError,
     UnavailableError,
 )
 from lookonce.fleet.engine_http import EngineAnswer, EngineLostError, Headers, NoDescriptorError
@@ -233,8 +232,7 @@ class RoutedEngine(RenderOnlyEngine):
             if answer.status != 200:
                 body = await answer.body()
                 error = error_of(body, items, answer.status, answer.headers)
-                unknown = isinstance(error, RequestError) and answer.status == 422
-                unknown = unknown and any(medium.bare for medium in route.identity.media)
+                unknown = answer.status == 422 and any(m.bare for m in route.identity.media)
                 if unknown or answer.status in RETRIED_STATUSES:
                     raise _RefusedError(error)
                 prompt.tell(route, answer)

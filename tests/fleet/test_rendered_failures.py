@@ -151,6 +151,9 @@ def test_engines_get_tokens_and_what_belongs_to_them(fleet: Fleet) -> None:
     told = {name: body.get(name) for name in ("model", "request_id", "cache_salt", "features")}
     assert told == {"model": "nano", "request_id": "mine", "cache_salt": "apart", "features": None}
     assert body["sampling_params"] == {"max_tokens": 7, "temperature": 0.5, "stop": ["zz"]}
+    fleet.ask("no limit")
+    told = [each.json.get("shorten_max_tokens", False) for each in fleet.received]
+    assert sorted(told) == [False, True]
 
 
 def test_a_stop_string_is_found_here_and_ends_the_stream_at_the_engine(fleet: Fleet) -> None:

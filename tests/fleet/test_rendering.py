@@ -8,8 +8,11 @@ from __future__ import annotations
 import json
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +21,7 @@ import openai
 import pytest
 
 from lookonce.fleet.config import RenderedModel
-from tests.support.drawing import audio_part, beeps, image_part, picture, text_part
+from tests.support.drawing import audio_part, beeps, encoded, image_part, picture, text_part
 from tests.support.fleet_frontends import (
     Engine,
     RunningFrontend,
@@ -395,6 +398,30 @@ def test_tenants_are_apart(tmp_path: Path) -> None:
         assert told[1]["prefix_cached_tokens"] > 0
         assert told[2]["prefix_cached_tokens"] == 0
         assert ask("none").status_code == 401
+
+
+def test_pictures_by_url_are_fetched_by_the_front_end(tmp_path: Path) -> None:
+    (tmp_path / "it.png").write_bytes(encoded(picture(("green", "square"))))
+    handler = partial(SimpleHTTPRequestHandler, directory=str(tmp_path))
+    site = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=site.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{site.server_address[1]}/it.png"
+    body = chat([{"type": "image_url", "image_url": {"url": url}}, text_part("What?")])
+    model = RenderedModel(name="nano", model="nano", options={"allow_private_media": True})
+    with (
+        running_engine("a", "--allow-private-media") as engine,
+        running_frontend([engine.address], [model]) as running,
+    ):
+        rendered, again = (
+            httpx.post(f"{running.url}/v1/chat/completions", json=body, timeout=60)
+            for _ in range(2)
+        )
+        assert engine.server.metrics()["media_fetches_total:image"] == 0
+        alone = engine.server.post("/v1/chat/completions", body)
+        assert same(rendered.json()) == same(again.json()) == same(alone.json())
+        assert engine.server.metrics()["media_processed_total:image"] == 1
+    site.shutdown()
+    site.server_close()
 
 
 def test_an_engine_that_is_killed_takes_its_own_streams_alone() -> None:
