@@ -7,7 +7,7 @@ data: {"choices": [{"index": 0, "token_ids": [7], …}], "reuse_receipt": {…}}
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import suppress
 
 import msgspec
@@ -116,7 +116,7 @@ class GenerateEvent(msgspec.Struct):
 _EVENT = msgspec.json.Decoder(GenerateEvent)
 
 
-async def events_of(answer: EngineAnswer) -> AsyncIterator[GenerateEvent]:
+async def events_of(answer: EngineAnswer) -> AsyncGenerator[GenerateEvent, None]:
     """Raises `EngineLostError`, and `RequestFailedError` for what is no event."""
     rest = b""
     async for chunk in answer.chunks():
