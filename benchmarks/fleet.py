@@ -451,10 +451,18 @@ def path_report(
         report.add(name, *(median(each) for each in times))
     question = message("user", words(source, 20))
     long = body([message("user", words(source, LONG_WORDS))], 1)
-    for name, request, amounts in (
-        (f"{LONG_WORDS} words, CPU ms by request", lambda _: long, (1, 1 + LONG_REPEATS)),
-        ("CPU ms by token", lambda length: body([question], length), STREAM_TOKENS),
-    ):
+
+    def same(_: int) -> bytes:
+        return long
+
+    def of_length(tokens: int) -> bytes:
+        return body([question], tokens)
+
+    measured: list[tuple[str, Callable[[int], bytes], tuple[int, int]]] = [
+        (f"{LONG_WORDS} words, CPU ms by request", same, (1, 1 + LONG_REPEATS)),
+        ("CPU ms by token", of_length, STREAM_TOKENS),
+    ]
+    for name, request, amounts in measured:
         used = [_cpu_of(request, amounts, given, engines, each) for each in fleets]
         for what, each in zip(("front-end", "API processes"), zip(*used, strict=True), strict=True):
             report.add(f"{name}: {what}", None, *each)
