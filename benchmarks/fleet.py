@@ -9,7 +9,8 @@ routers     the rules of `benchmarks.fleet_routers` in turn on the same engines,
             of engines and front-ends; where others use cores meanwhile, delays say little
 decision    CPU of one choice, for a request with four 720p pictures, beyond reading it
 path        what the way through a front-end adds to one server: first token, a 10 MB picture, and
-            the front-end's CPU by streamed token
+            the CPU of the front-end, and of the engines' API processes, by request and by streamed
+            token; with --renders beside it that of a front-end that renders
 
 Answers in histories are not the engines' own: all rules get the same bytes.
 """
@@ -25,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,6 +46,7 @@ from benchmarks.running_server import (
     cpu_seconds,
     descendants,
     machine_cpu_seconds,
+    memory_bytes,
     running_server,
     set_environment,
 )
@@ -68,6 +70,8 @@ BIG_BYTES = 10 << 20
 DECISIONS = 200
 STREAM_REPEATS = 5
 STREAM_TOKENS = (16, 272)
+LONG_WORDS, LONG_REPEATS = 2000, 20
+API_PROCESS = "lookonce.server.process"
 IDLE_SECONDS = 2.0
 """How long the CPU of idle front-ends is measured, which is no cost of a token."""
 PROCESSOR = Processor(b"fingerprint")
@@ -116,10 +120,17 @@ class Frontends:
     urls: dict[str, str]
     """Rule → its front-end."""
 
+    @property
+    def url(self) -> str:
+        """Of the only one."""
+        (url,) = self.urls.values()
+        return url
+
 
 @contextmanager
-def running_frontends(engines: Engines) -> Iterator[Frontends]:
-    command = [sys.executable, "-m", "benchmarks.fleet_routers"]
+def running_frontends(engines: Engines, *wanted: str) -> Iterator[Frontends]:
+    """In one process; `wanted`: rules, or `renders=MODEL`; none: all rules."""
+    command = [sys.executable, "-m", "benchmarks.fleet_routers", *wanted]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.stdin is not None
     assert process.stdout is not None
@@ -409,18 +420,19 @@ def decision_report(engines: int) -> Report:
 
 
 def path_report(
-    given: argparse.Namespace, alone: RunningServer, engines: Engines, frontends: Frontends
+    given: argparse.Namespace, alone: RunningServer, engines: Engines, fleets: Sequence[Frontends]
 ) -> Report:
-    """A server beside a front-end over engines; the requests of both are alike, in turn.
+    """A server beside front-ends over engines; the requests of all are alike, in turn.
 
     The one server gets every new picture, and each engine of the fleet some of them. So the fleet
     is compared with one of its own engines, asked without the front-end, too."""
     report = Report(
         "fleet (path)",
-        ("what", "one server", "fleet", "more"),
+        ("what", "one server", *("fleet", "rendering")[: len(fleets)]),
         notes=[
             f"medians of {given.repeats} requests each, one at a time, in turn; one engine: of the"
-            " fleet's own, another one each time, drawn by chance, without the front-end"
+            " fleet's own, another one each time, drawn by chance, without the front-end; CPU by"
+            f" token: {given.clients} streams at once"
         ],
     )
     source = random.Random(7)
@@ -433,36 +445,78 @@ def path_report(
         picture = {"type": "image_url", "image_url": {"url": data_url(variant(big, number))}}
         return body([message("user", picture, words_after)], 1)
 
-    fleet = [frontends.urls["price"]]
+    through = [[each.url] for each in fleets]
     own = [address.http for address in engines.addresses]
-    for name, requests, servers in (
-        ("first token ms", itertools.repeat(plain), [[alone.url], fleet]),
-        ("10 MB picture, known, ms", itertools.repeat(large(0)), [[alone.url], fleet]),
-        ("10 MB picture, new, ms", map(large, itertools.count(1)), [[alone.url], own, fleet]),
+    for name, requests, direct in (
+        ("first token ms", itertools.repeat(plain), {"": [alone.url]}),
+        ("10 MB picture, known, ms", itertools.repeat(large(0)), {"": [alone.url]}),
+        (
+            "10 MB picture, new, ms",
+            map(large, itertools.count(1)),
+            {"": [alone.url], ", beside one engine": own},
+        ),
     ):
+        servers = [*direct.values(), *through]
         times = uvloop.run(_in_turn(servers, requests, given.repeats, 2 * given.engines))
-        direct, *of_engines, through = (median(each) for each in times)
-        report.add(name, direct, through, through - direct)
-        for engine in of_engines:
-            report.add(f"{name}, one engine", engine, through, through - engine)
-    idle = cpu_seconds(frontends.pid)
-    time.sleep(IDLE_SECONDS)
-    idle = (cpu_seconds(frontends.pid) - idle) / IDLE_SECONDS
+        medians = [median(each) for each in times]
+        for beside, taken in zip(direct, medians, strict=False):
+            report.add(name + beside, taken, *medians[len(direct) :])
     question = message("user", words(source, 20))
-    found = []
-    for _ in range(STREAM_REPEATS):
-        # What requests cost at their beginning and end is the same for long and short answers.
-        used = []
-        for length in STREAM_TOKENS:
-            before, started = cpu_seconds(frontends.pid), time.perf_counter()
-            tokens = uvloop.run(_streams(fleet[0], body([question], length), given.clients))
-            waited = idle * (time.perf_counter() - started)
-            used.append((cpu_seconds(frontends.pid) - before - waited, tokens))
-        (short, few), (long, many) = used
-        found.append(1e3 * (long - short) / (many - few))
-    each = median(found)
-    report.add(f"front-end CPU ms by token, {given.clients} streams", None, each, each)
+    long = body([message("user", words(source, LONG_WORDS))], 1)
+    for name, request, amounts in (
+        (f"{LONG_WORDS} words, CPU ms by request", lambda _: long, (1, 1 + LONG_REPEATS)),
+        ("CPU ms by token", lambda length: body([question], length), STREAM_TOKENS),
+    ):
+        used = [_cpu_of(request, amounts, given, engines, each) for each in fleets]
+        for what, each in zip(("front-end", "API processes"), zip(*used, strict=True), strict=True):
+            report.add(f"{name}: {what}", None, *each)
+    megabytes = [memory_bytes(each.pid, "Rss") / 1e6 for each in fleets]
+    report.add("memory of the front-end, MB", None, *megabytes)
     return report
+
+
+def _cpu_of(
+    request: Callable[[int], bytes],
+    amounts: tuple[int, int],
+    given: argparse.Namespace,
+    engines: Engines,
+    frontend: Frontends,
+) -> tuple[float, float]:
+    """CPU milliseconds of the front-end, and of the engines' API processes, for one token, or for
+    one request where that is the same for every amount.
+
+    What requests cost at their beginning and end is the same for few and for many."""
+
+    def used() -> tuple[float, float]:
+        apis = [pid for each in engines.pids for pid in descendants(each, API_PROCESS)]
+        return cpu_seconds(frontend.pid), sum(map(cpu_seconds, apis))
+
+    url = frontend.url
+    before = used()
+    time.sleep(IDLE_SECONDS)
+    idle = [(now - then) / IDLE_SECONDS for now, then in zip(used(), before, strict=True)]
+    by_token = request(amounts[0]) != request(amounts[1])
+    found: list[list[float]] = []
+    for _ in range(STREAM_REPEATS):
+        runs = []
+        for amount in amounts:
+            before, started = used(), time.perf_counter()
+            if by_token:
+                count = uvloop.run(_streams(url, request(amount), given.clients))
+            else:
+                count = amount
+                for _ in range(amount):
+                    uvloop.run(_streams(url, request(amount), 1))
+            waited = time.perf_counter() - started
+            spent = [
+                now - then - waited * each
+                for now, then, each in zip(used(), before, idle, strict=True)
+            ]
+            runs.append((spent, count))
+        (short, few), (long, many) = runs
+        found.append([1e3 * (b - a) / (many - few) for a, b in zip(short, long, strict=True)])
+    front, api = (median(list(each)) for each in zip(*found, strict=True))
+    return front, api
 
 
 async def _in_turn(
@@ -510,6 +564,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--pause", type=float, default=0.5, help="seconds, on average")
     parser.add_argument("--size", default="256", help="of pictures")
     parser.add_argument("--repeats", type=int, default=60)
+    parser.add_argument(
+        "--renders", action="store_true", help="path: a front-end that renders, too"
+    )
     parser.add_argument("--json", type=Path)
     given = parser.parse_args(arguments)
     set_environment()
@@ -530,10 +587,12 @@ def _served_reports(given: argparse.Namespace) -> list[Report]:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             model = str(make_folder("qwen2_5_vl", folder / "bench", scale="8m"))
         engines = stack.enter_context(running_engines(model, given.engines))
-        frontends = stack.enter_context(running_frontends(engines))
         if "path" in given.parts:
-            with running_server([model, *ENGINE_OPTIONS]) as alone:
-                found.append(path_report(given, alone, engines, frontends))
+            ways = ("price", f"renders={model}") if given.renders else ("price",)
+            with running_server([model, *ENGINE_OPTIONS]) as alone, ExitStack() as opened:
+                fleets = [opened.enter_context(running_frontends(engines, way)) for way in ways]
+                found.append(path_report(given, alone, engines, fleets))
         if "routers" in given.parts:
+            frontends = stack.enter_context(running_frontends(engines))
             found.append(routers_report(given, engines, frontends))
     return found

@@ -9,9 +9,10 @@ prefix      the rule of Ray's `PrefixCacheAffinityRouter` (ray.serve.llm, alpha)
             power of two choices. Text alone counts: it drops pictures
 picture     consistent hashing (rendezvous) by the first picture, else by the prompt's beginning
 
-`python -m benchmarks.fleet_routers`, with the engines' addresses as JSON on standard input, serves
-one front-end for each rule, prints their ports, and ends when standard input does. Rules that look
-at no engine's caches follow no events, and those that look at no content hash and parse nothing.
+`python -m benchmarks.fleet_routers [RULE …]`, with the engines' addresses as JSON on standard
+input, serves one front-end for each rule (`renders=MODEL`: the price's, which renders), prints
+their ports, and ends when standard input does. Rules that look at no engine's caches follow no
+events, and those that look at no content hash and parse nothing.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import socket
 import sys
 from collections import Counter
 from collections.abc import Collection, Sequence
+from contextlib import AsyncExitStack
 from typing import Any
 
 import msgspec
@@ -31,6 +33,7 @@ import uvloop
 from blake3 import blake3
 
 from lookonce.config import Options, resolve
+from lookonce.fleet.config import RenderedModel
 from lookonce.fleet.frontend import EngineAddress, Fleet, Frontend
 from lookonce.fleet.identity import Identity
 from lookonce.fleet.router import EngineState, NoEngineError, Route, Router, Work
@@ -159,15 +162,25 @@ def _text(value: Any) -> str:
     return ""
 
 
-async def _serve(engines: Sequence[EngineAddress]) -> None:
+async def _serve(engines: Sequence[EngineAddress], wanted: Sequence[str]) -> None:
+    """`wanted`: rules, or `renders=MODEL`; none: all rules."""
     config = resolve(Options(port=0)).server
     ports, fleets, running = {}, [], []
-    for name, kind in ROUTERS.items():
-        fleet = Fleet(kind())
-        follows = name == "price"
+    stack = AsyncExitStack()
+    for each in wanted or ROUTERS:
+        name, _, rendered = each.partition("=")
+        fleet = Fleet(ROUTERS.get(name, Router)())
+        follows = name == "price" or bool(rendered)
         told = [e if follows else msgspec.structs.replace(e, events=None) for e in engines]
         fleet.update({engine.name: engine for engine in told})
         frontend = Frontend(fleet, config) if follows else RuleFrontend(fleet, config)
+        if rendered:
+            from lookonce.fleet.rendering import Rendering  # its memory is not the others'
+
+            model = RenderedModel(name=engines[0].model, model=rendered)
+            rendering = await stack.enter_async_context(Rendering(fleet, [model], config))
+            await rendering.wait_opened()
+            frontend = Frontend(fleet, config, rendering)
         listener = socket.create_server(("127.0.0.1", 0), backlog=512)
         ports[name] = listener.getsockname()[1]
         server = FrontendServer(frontend, config)
@@ -180,13 +193,14 @@ async def _serve(engines: Sequence[EngineAddress]) -> None:
     for server, task in running:
         server.should_exit = True
         await task
+    await stack.aclose()
     for fleet in fleets:
         fleet.close()
 
 
 def main() -> None:
     engines = msgspec.json.decode(sys.stdin.readline(), type=list[EngineAddress])
-    uvloop.run(_serve(engines))
+    uvloop.run(_serve(engines, sys.argv[1:]))
 
 
 if __name__ == "__main__":

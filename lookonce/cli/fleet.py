@@ -16,6 +16,7 @@ from typing import Any, get_type_hints
 import msgspec
 
 from lookonce.cli.config_file import as_options, read_yaml
+from lookonce.cli.options import COMMA_SEPARATED, RENDER_OPTIONS
 from lookonce.config import NANO, Options, resolve
 from lookonce.errors import ConfigError, UnavailableError
 from lookonce.fleet.config import FleetConfig
@@ -29,7 +30,7 @@ FLEET_KEYS = (
 )
 GROUP_KEYS = (
     *("name", "model", "engines", "max_engines", "target_wait", "upscale_delay"),
-    *("downscale_delay", "cpus", "gpus", "environment", "options"),
+    *("downscale_delay", "cpus", "gpus", "environment", "options", "renders"),
 )
 OWN_OPTIONS = frozenset(
     {
@@ -38,6 +39,10 @@ OWN_OPTIONS = frozenset(
     }
 )
 """Of `lookonce serve`; a fleet sets them itself, or does not have them."""
+
+
+RENDERING_OPTIONS = {*RENDER_OPTIONS, "response_store_gb"} - {"dtype", "lora", "mm_hash_algorithm"}
+"""Of `lookonce serve`: what front-ends that render depend on. Engines tell the others."""
 
 
 def read_fleet(path: str | None, overrides: dict[str, Any]) -> FleetConfig:
@@ -92,6 +97,9 @@ def _group(where: str, given: dict[str, Any], overrides: dict[str, Any]) -> dict
     if not isinstance(options, dict):
         raise ConfigError(f"{where}: options is a mapping")
     line: list[str] = []
+    renders = group.pop("renders", False)
+    if not isinstance(renders, bool):
+        raise ConfigError(f"{where}: renders is true or false")
     parsed = as_options(f"{where}.options", options)
     for name, value in parsed.items():
         if name in OWN_OPTIONS:
@@ -99,6 +107,9 @@ def _group(where: str, given: dict[str, Any], overrides: dict[str, Any]) -> dict
         _check_kind(f"{where}.options", name, value)
         line += _as_arguments(name, value)
     group["options"] = line
+    if renders:
+        given = {n: _typed(n, v) for n, v in parsed.items() if n in RENDERING_OPTIONS}
+        group["renders"] = given
     return group
 
 
@@ -136,6 +147,19 @@ def _check_kind(where: str, name: str, value: str | list[str]) -> None:
     except ValueError:
         option = name.replace("_", "-")
         raise ConfigError(f"{where}: {option} must be {wanted}, got {value!r:.60}") from None
+
+
+def _typed(name: str, value: str | list[str]) -> Any:
+    """An option that was checked, as in `Options`."""
+    default = getattr(Options(), name)
+    if isinstance(default, tuple):
+        listed = [value] if isinstance(value, str) else value
+        if name in COMMA_SEPARATED:
+            listed = [*filter(None, ",".join(listed).replace(" ", "").split(","))]
+        return listed
+    if isinstance(default, bool):
+        return str(value).lower() in TRUE
+    return msgspec.convert(value, OPTION_KINDS[name], strict=False)
 
 
 def _as_arguments(name: str, value: str | list[str]) -> list[str]:

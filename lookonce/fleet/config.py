@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import msgspec
 
 from lookonce.config import ConnectionConfig
+
+
+class RenderedModel(msgspec.Struct, frozen=True, kw_only=True):
+    """A model whose prompts front-ends render."""
+
+    name: str
+    """What clients call it."""
+    model: str
+    options: dict[str, Any] = {}
+    """Those of `config.Options` that prompts and answers depend on."""
 
 
 class EngineGroup(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,12 +40,25 @@ class EngineGroup(msgspec.Struct, frozen=True, kw_only=True):
     gpus: float = 0.0
     """What Ray reserves for one engine."""
     environment: dict[str, str] = {}
+    renders: dict[str, Any] | None = None
+    """Front-ends render its prompts, by these of `config.Options`; None: engines do."""
 
-    def without_numbers(self) -> EngineGroup:
-        """What its engines are made of: of groups that differ in this alone none is replaced."""
+    def of_engines(self) -> EngineGroup:
+        """What its engines are made of: of groups that differ in nothing else none is replaced."""
         usual = EngineGroup(name="", model="")
-        numbers = ("engines", "max_engines", "target_wait", "upscale_delay", "downscale_delay")
-        return msgspec.structs.replace(self, **{name: getattr(usual, name) for name in numbers})
+        apart = (
+            *("engines", "max_engines", "target_wait", "upscale_delay", "downscale_delay"),
+            "renders",
+        )
+        return msgspec.structs.replace(self, **{name: getattr(usual, name) for name in apart})
+
+
+def rendered_models(groups: Iterable[EngineGroup]) -> list[RenderedModel]:
+    return [
+        RenderedModel(name=group.name, model=group.model, options=group.renders)
+        for group in groups
+        if group.renders is not None
+    ]
 
 
 def listen_options(host: str | None, folder: str) -> tuple[str, ...]:

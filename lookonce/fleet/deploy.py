@@ -46,7 +46,13 @@ from ray.serve.request_router import FIFOMixin, RequestRouter
 from lookonce import __version__
 from lookonce.config import Options, resolve
 from lookonce.fleet import replicas
-from lookonce.fleet.config import EngineGroup, FleetConfig, listen_options
+from lookonce.fleet.config import (
+    EngineGroup,
+    FleetConfig,
+    RenderedModel,
+    listen_options,
+    rendered_models,
+)
 from lookonce.fleet.frontend import EngineAddress, EngineKeys, Fleet, Frontend
 from lookonce.fleet.router import QueuePrice, Router, engines_wanted
 from lookonce.fleet.server import FrontendServer, ListenerOwner, listening, shared_listener
@@ -67,6 +73,8 @@ START_SECONDS = 1800.0
 KNOWN_SECONDS = 10.0
 """How long a front-end that starts waits for an engine of each model before it serves: one that
 takes another's place must not refuse what that one would have served."""
+OPENING_SECONDS = 60.0
+"""How long it waits for what renders prompts; meanwhile engines would render them."""
 HEALTH_SECONDS = 2.0
 SERVING = re.compile(r"^Serving .* on (?:http://)?(\S+)$")
 ENGINE, FRONTEND = "Engine", "Frontend"
@@ -190,9 +198,13 @@ class Engine:
 class FrontendReplica:
     """Serves the fleet's HTTP, from this replica's process."""
 
-    def __init__(self, fleet: dict[str, Any], **handles: Any) -> None:
-        """`handles`: one of each group of engines."""
+    def __init__(
+        self, fleet: dict[str, Any], rendered: list[dict[str, Any]], **handles: Any
+    ) -> None:
+        """`rendered`: models whose prompts are rendered here; `handles`: one of each group of
+        engines."""
         self._config = msgspec.convert(fleet, FleetConfig)
+        self._rendered = msgspec.convert(rendered, list[RenderedModel])
         self._handles = handles
         self._started = threading.Event()
         self._failure: BaseException | None = None
@@ -220,7 +232,12 @@ class FrontendReplica:
         options = Options(host=config.host, port=config.port, api_key_file=config.api_key_file)
         server_config = resolve(options).server
         fleet = Fleet(Router(), EngineKeys(config.api_key_file))
-        frontend = Frontend(fleet, server_config)
+        rendering = None
+        if self._rendered:  # what it imports takes 45 MB, which no other replica needs
+            from lookonce.fleet.rendering import Rendering
+
+            rendering = Rendering(fleet, self._rendered, server_config)
+        frontend = Frontend(fleet, server_config, rendering)
         self._server = FrontendServer(frontend, server_config)
         self._loop = asyncio.get_running_loop()
 
@@ -242,8 +259,14 @@ class FrontendReplica:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(KNOWN_SECONDS):
                 await fleet.wait_served(len(self._handles))
-        listener, owner = shared_listener(config.host, config.port)
-        with listener, contextlib.ExitStack() as stack:
+        async with contextlib.AsyncExitStack() as stack:
+            if rendering is not None:
+                await stack.enter_async_context(rendering)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(OPENING_SECONDS):
+                        await rendering.wait_opened()
+            listener, owner = shared_listener(config.host, config.port)
+            stack.enter_context(listener)
             if owner is not None:
                 stack.callback(owner.close)
             self._address = "{}:{}".format(*listener.getsockname()[:2])
@@ -297,7 +320,7 @@ def application(config: FleetConfig) -> Any:
             request_router_config=RequestRouterConfig(request_router_class=EngineList),
             **common,
         )(Engine)
-        made = msgspec.to_builtins(group.without_numbers())
+        made = msgspec.to_builtins(group.of_engines())
         # Ray asks a replica for its price only if there was a policy when it started.
         deployment = _with_version(deployment, [made, group.max_engines is not None, *shared])
         handles[name] = deployment.bind(made, fleet)
@@ -308,7 +331,9 @@ def application(config: FleetConfig) -> Any:
         ray_actor_options={"num_cpus": 0, "resources": config.frontend_resources},
         **common,
     )(FrontendReplica)
-    return _with_version(frontend, [sorted(handles), *shared]).bind(fleet, **handles)
+    rendered = msgspec.to_builtins(rendered_models(config.groups))
+    made = [sorted(handles), rendered, *shared]
+    return _with_version(frontend, made).bind(fleet, rendered, **handles)
 
 
 def _number_of(group: EngineGroup) -> dict[str, Any]:

@@ -20,7 +20,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import parse_qs
 
 import msgspec
@@ -406,6 +406,22 @@ class Fleet:
 
         return hand_over
 
+    def served_models(self) -> set[str]:
+        """Without adapters."""
+        return {member.address.model for member in self.members.values()}
+
+    async def told_of(self, model: str) -> Processor:
+        """What an engine of the model tells, once one has told what rendering needs."""
+        while (told := self.processor_of(model)).facts is None:
+            self._looked.clear()
+            await self._looked.wait()
+        return told
+
+    def processors_of(self, model: str) -> list[Processor]:
+        """Of all engines of the model that told; `model`: without adapters."""
+        members = self.members.values()
+        return [each.processor for each in members if each.cards and each.address.model == model]
+
     def processor_of(self, model: Any) -> Processor:
         """Of any engine of the model."""
         for member in self.members.values():
@@ -420,11 +436,34 @@ class Fleet:
         self.update({})
 
 
+class RendersPrompts(Protocol):
+    """What answers requests here, but for the tokens (`fleet.rendering`)."""
+
+    num_rendered: int
+    num_retried: int
+    """Prompts that a second engine got."""
+
+    async def answer(
+        self,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        content: Callable[[], bytes],
+        headers: Headers,
+    ) -> bool:
+        """Answer a POST; `content`: its body, until an answer has begun. False: nothing was sent,
+        and an engine has to get the request as it came."""
+
+
 class Frontend:
     """The ASGI application."""
 
-    def __init__(self, fleet: Fleet, config: ServerConfig) -> None:
+    def __init__(
+        self, fleet: Fleet, config: ServerConfig, rendering: RendersPrompts | None = None
+    ) -> None:
+        """`rendering`: of the models whose prompts are rendered here; None: engines do that."""
         self._fleet = fleet
+        self._rendering = rendering
         self._keys = KeyRing.of(config)
         self._held_bytes = TenantBytes(MAX_HELD_BYTES, lambda: self._keys.are_of_several)
         self._guard = RequestGuard.of(config)
@@ -494,25 +533,37 @@ class Frontend:
             await exchange.refuse(413, "too_large", f"a body has at most {MAX_BODY_BYTES} bytes")
             return
         exchange.content = body
+        del body  # `exchange` gives it up when the answer begins
         method, path = exchange.method, exchange.path
         if path == "/v1/models" and method == "GET":
             await self._models(exchange)
         elif method == "POST" and path in BROADCAST_PATHS:
             await self._broadcast(exchange)
         elif method == "POST" and path in ADAPTER_PATHS:
-            await self._change_adapters(exchange, body)
+            await self._change_adapters(exchange, exchange.content)
         elif stored := STORED_PATH.fullmatch(path):
             await self._stored(exchange, stored[1])
+        elif refused is None and method == "POST" and await self._rendered(exchange):
+            pass  # it is answered
         else:
             began = time.perf_counter()
             request_id, identity = exchange.request_id, Identity()
             if refused is None:
-                request_id, identity = self._identify(exchange, body)
+                request_id, identity = self._identify(exchange, exchange.content)
             self.decision_seconds += time.perf_counter() - began
             exchange.pictures = identity.inline
-            del body  # `exchange` gives it up when the answer begins
             identity = msgspec.structs.replace(identity, inline=())
             await self._route(exchange, request_id, identity)
+
+    async def _rendered(self, exchange: _Exchange) -> bool:
+        """Whether it was answered here."""
+        if self._rendering is None:
+            return False
+        headers = exchange.sent_on(exchange.request_id)
+        receive, send = exchange.receive, exchange.send
+        return await self._rendering.answer(
+            exchange.scope, receive, send, lambda: exchange.content, headers
+        )
 
     def _identify(self, exchange: _Exchange, body: bytes) -> tuple[str, Identity]:
         """The request's id and what it refers to; of what is no JSON, nothing."""
@@ -807,8 +858,12 @@ class Frontend:
                 "items": len(router.items),
             },
             "answer_tokens": round(router.answer_tokens, 4),
-            "retried": self.retried,
+            "retried": self._num_retried,
         }
+
+    @property
+    def _num_retried(self) -> int:
+        return self.retried + (0 if self._rendering is None else self._rendering.num_retried)
 
     async def _metrics(self) -> str:
         """Its own figures, and those of the engines that answer in time. Engines are asked once
@@ -819,7 +874,11 @@ class Frontend:
             gathered = self._gathered = loop.create_task(self._gather())
         theirs = await asyncio.shield(gathered)
         own = fleet_families(
-            self._fleet.router, self.retried, self.decision_seconds, self.responses
+            self._fleet.router,
+            self._num_retried,
+            self.decision_seconds,
+            self.responses,
+            None if self._rendering is None else self._rendering.num_rendered,
         )
         return "\n".join([*own, theirs]) + "\n"
 
@@ -1026,6 +1085,17 @@ class _Exchange:
         dropped = (b"origin", b"x-request-id")
         kept = [each for each in self.scope["headers"] if each[0] not in dropped]
         return [*kept, (b"x-request-id", request_id.encode("latin-1"))]
+
+    async def receive(self) -> Message:
+        """For whoever answers in the place of an engine."""
+        return await self._receive()
+
+    async def send(self, message: Message) -> None:
+        """The same."""
+        if message["type"] == "http.response.start":
+            await self._start(message["status"], message["headers"])
+        else:
+            await self._send(message)
 
     async def body(self, limit: int) -> bytes | None:
         """None: it is longer than `limit` bytes. Raises `QueueFullError` where the tenant's

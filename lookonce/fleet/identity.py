@@ -23,6 +23,7 @@ from blake3 import blake3
 from lookonce.cache.identity import HashAlgorithm, frame, item_key, media_hash, scope_digest
 from lookonce.fleet.index import short
 from lookonce.types.lora import LoRAIdentity, adapted_item_key
+from lookonce.types.model import RenderingFacts
 
 BASE64_MARK = b";base64,"
 LARGE_BASE64 = 1 << 12
@@ -77,10 +78,14 @@ class Processor(msgspec.Struct, frozen=True):
     adapters: Mapping[str, LoRAIdentity] = {}
     media_adapters: tuple[tuple[str, LoRAIdentity], ...] = ()
     """(modality, adapter) of those that prompts with media get where they name none."""
+    dtype: str = ""
+    facts: RenderingFacts | None = None
+    """For front-ends that render; None: the engine told none."""
 
     @classmethod
     def told(cls, model: str, info: Mapping[str, Any]) -> Processor:
-        """What an engine tells. Raises `LookupError`, `TypeError` or `ValueError`."""
+        """What an engine tells. Raises `LookupError`, `TypeError`, `ValueError` or
+        `MsgspecError`."""
 
         def identities(name: str) -> dict[str, LoRAIdentity]:
             return {
@@ -96,6 +101,8 @@ class Processor(msgspec.Struct, frozen=True):
             model,
             identities("adapters"),
             tuple(identities("media_adapters").items()),
+            str(info.get("dtype", "")),
+            msgspec.convert(info.get("model"), RenderingFacts | None),
         )
 
     def adapter_of(self, model: Any, modalities: Iterable[str]) -> LoRAIdentity | None:
@@ -125,9 +132,11 @@ class Piece(msgspec.Struct, frozen=True, gc=False):
 
     digest: int
     num_chars: int
-    """Of its text; 0 for a media item."""
+    """Of its text; 0 for a media item, and where tokens are known."""
     medium: int | None = None
     """Index in `Identity.media`."""
+    num_tokens: int | None = None
+    """Of a prompt that is tokenized already."""
 
 
 class InlinePicture(msgspec.Struct, frozen=True, gc=False):
@@ -166,6 +175,22 @@ def body_with_names(body: bytes, pictures: Iterable[InlinePicture]) -> bytes:
     for picture in pictures:
         kept += (view[at : picture.start], f"{HASH_SCHEME}{picture.digest.hex()}".encode())
         at = picture.end
+    return b"".join([*kept, view[at:]]) if kept else body
+
+
+def without_payloads(body: bytes) -> bytes:
+    """The body without large base64 of data URLs, which nobody looked at. To pass over it as JSON
+    takes longer than to decode it."""
+    kept: list[bytes | memoryview] = []
+    view, at, search = memoryview(body), 0, 0
+    while (found := body.find(BASE64_MARK, search)) >= 0:
+        start = found + len(BASE64_MARK)
+        search = end = body.find(b'"', start)
+        if end < 0:
+            break
+        if end - start >= LARGE_BASE64:
+            kept.append(view[at:start])
+            at = end
     return b"".join([*kept, view[at:]]) if kept else body
 
 
@@ -310,7 +335,7 @@ def identify(
         tuple(reader.media),
         tuple(pieces),
         tokens,
-        _digest(b"session", scope, str(session).encode()) if named else None,
+        session_digest(scope, str(session)) if named else None,
         _stored(body),
         tuple(sorted(reader.inline, key=lambda picture: picture.start)),
         b"" if adapter is None else adapter.encoder_digest,
@@ -329,6 +354,11 @@ def _stored(body: Mapping[str, Any]) -> str | None:
         if isinstance(found, str) and found:
             return found
     return None
+
+
+def session_digest(scope: bytes, session: str) -> int:
+    """What a session of this tenant and salt is known by."""
+    return _digest(b"session", scope, session.encode(errors="replace"))
 
 
 def _digest(*fields: bytes) -> int:

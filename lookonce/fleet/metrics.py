@@ -11,9 +11,13 @@ Sample = tuple[str, float]
 
 
 def fleet_families(
-    router: Router, retried: int, decision_seconds: float, responses: Mapping[int, int]
+    router: Router,
+    retried: int,
+    decision_seconds: float,
+    responses: Mapping[int, int],
+    rendered: int | None = None,
 ) -> Iterator[str]:
-    """Lines of the front-end's own figures."""
+    """Lines of the front-end's own figures; `rendered`: None where it renders nothing."""
     routed = [
         (f'engine="{engine}",reason="{reason}"', count)
         for (engine, reason), count in sorted(router.routed.items())
@@ -33,6 +37,9 @@ def fleet_families(
     yield from _family("index_entries", "Digests whose engines are known", entries)
     text = "Requests that were sent to a second engine"
     yield from _family("retried_total", text, [("", retried)])
+    if rendered is not None:
+        text = "Requests that the front-end rendered"
+        yield from _family("rendered_total", text, [("", rendered)])
     text = "Time that choosing engines took"
     yield from _family("decision_seconds_total", text, [("", decision_seconds)])
     counts = [(f'status="{status}"', count) for status, count in sorted(responses.items())]

@@ -568,7 +568,9 @@ class Router:
         ends, total = [0.0], 0.0
         lengths = [self._length(each.medium, each.item) for each in media]
         for piece in identity.pieces:
-            if piece.medium is None:
+            if piece.num_tokens is not None:
+                total += piece.num_tokens
+            elif piece.medium is None:
                 total += piece.num_chars / self._chars_per_token
             else:
                 total += lengths[piece.medium]

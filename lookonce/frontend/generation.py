@@ -12,7 +12,7 @@ import itertools
 import os
 import secrets
 import time
-from collections.abc import AsyncGenerator, Collection, Iterator
+from collections.abc import AsyncGenerator, Collection, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 
@@ -63,6 +63,22 @@ class Piece:
     stop_reason: StopReason = None
 
 
+class TokenCounter:
+    """In the place of a `Detokenizer` where nobody needs the text."""
+
+    stopped: str | None = None
+
+    def __init__(self) -> None:
+        self.num_tokens = 0
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        self.num_tokens += len(token_ids)
+        return ""
+
+    def finish(self) -> str:
+        return ""
+
+
 class PromptGeneration:
     """Samples `index_base` to `index_base + n - 1` of one response, from one prompt."""
 
@@ -75,6 +91,7 @@ class PromptGeneration:
         arrival: float | None = None,
         index_base: int = 0,
         keep: Collection[str] = (),
+        makes_text: bool = True,
     ) -> None:
         self.rendered = rendered
         self.sampling = sampling
@@ -93,10 +110,13 @@ class PromptGeneration:
         self._index_base = index_base
         self._arrival = time.monotonic() if arrival is None else arrival
         context: list[int] = rendered.ids[-CONTEXT_TOKENS:].tolist()
-        self._texts: dict[int, Detokenizer] = {
+        self._texts: dict[int, Detokenizer | TokenCounter] = {
             index: frontend.renderer.detokenizer(sampling, context, keep)
+            if makes_text
+            else TokenCounter()
             for index in range(sampling.n)
         }
+        """Of the samples that are not finished."""
         self._last_delta: dict[int, float] = {}
         self.reasons: list[str] = []
         """Why samples finished, in the order in which they did."""
@@ -228,10 +248,12 @@ def prepare(
     keep: Collection[str] = (),
     limit_asked: bool = True,
     pools: bool = False,
+    makes_text: bool = True,
 ) -> PromptGeneration:
     """A generation ready to start; the caller still has to release the prompt.
 
-    `limit_asked`: the client set `max_tokens`; `pools`: the prompt is to be pooled, not answered.
+    `limit_asked`: the client set `max_tokens`; `pools`: the prompt is to be pooled, not answered;
+    without `makes_text` pieces have tokens and no text, and no stop string is found.
     Raises `BadRequestError` where the model cannot take the prompt.
     """
     model = frontend.engine.model
@@ -258,6 +280,7 @@ def prepare(
         arrival=arrival,
         index_base=index_base,
         keep=keep,
+        makes_text=makes_text,
     )
 
 

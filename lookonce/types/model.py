@@ -130,6 +130,22 @@ class ModelInfo(msgspec.Struct, frozen=True, array_like=True):
         return not (self.encoder_decoder or self.frame_shape)
 
 
+class RenderingFacts(msgspec.Struct, frozen=True):
+    """What must be known of a loaded model where prompts are rendered for
+    `/inference/v1/generate`, and their answers made of its tokens."""
+
+    max_model_len: int
+    vocab_size: int
+    modalities: tuple[Modality, ...]
+
+    @classmethod
+    def of(cls, model: ModelInfo) -> RenderingFacts | None:
+        """None for a model that does not answer prompts of token ids."""
+        if model.pooling is not None or not model.items_in_prompt:
+            return None
+        return cls(model.max_model_len, model.vocab_size, model.modalities)
+
+
 SUPPORTED: dict[str, tuple[Modality, ...]] = {
     "gemma2": (),
     "gemma3": ("image",),

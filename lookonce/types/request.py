@@ -222,6 +222,8 @@ class RenderedItem:
     """Called when the bytes that were fetched for it are dropped before the request ends."""
     num_frames: int | None = None
     """Of an item of a film: how many of its frames it has."""
+    param: str = ""
+    """The part of the request that it came in, for errors."""
 
 
 def as_ids(token_ids: Sequence[int] | NDArray[np.int32]) -> NDArray[np.int32]:

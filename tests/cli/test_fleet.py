@@ -6,6 +6,7 @@ import json
 from importlib import import_module
 from pathlib import Path
 
+import msgspec
 import pytest
 import yaml
 
@@ -13,7 +14,7 @@ from lookonce.cli import fleet
 from lookonce.cli.fleet import fleet_of, read_fleet, run_fleet
 from lookonce.config import Options, resolve
 from lookonce.errors import ConfigError
-from lookonce.fleet.config import listen_options
+from lookonce.fleet.config import listen_options, rendered_models
 
 EXAMPLE = Path(__file__).parents[2] / "deploy/kubernetes/fleet/lookonce-fleet.yaml"
 
@@ -42,6 +43,29 @@ def test_a_file_says_what_a_fleet_consists_of(tmp_path: Path) -> None:
     )
     assert (ear.name, ear.model, ear.engines, ear.gpus) == ("ear", "nano-ear", 1, 0.5)
     assert read_fleet(path, {"engines": 2}).groups[1].engines == 2
+
+
+def test_front_ends_render_by_the_options_of_the_engines(tmp_path: Path) -> None:
+    path = written(
+        tmp_path,
+        "models:\n- model: nano\n  renders: true\n  options: {max-num-seqs: 4, max-model-len: 99,"
+        " allow-private-media: true, closed-schemas: false, dtype: bfloat16,"
+        " allowed-media-domains: 'a.org, b.org', limit-mm-per-prompt: {image: 2}}\n"
+        "- {model: nano-ear, name: ear}\n",
+    )
+    nano, ear = read_fleet(path, {}).groups
+    assert nano.renders == {
+        "max_model_len": 99,
+        "allow_private_media": True,
+        "closed_schemas": False,
+        "allowed_media_domains": ["a.org", "b.org"],
+        "limit_mm_per_prompt": "image=2",
+    }
+    assert ear.renders is None
+    (model,) = rendered_models([nano, ear])
+    assert (model.name, model.model, model.options) == ("nano", "nano", nano.renders)
+    plain = msgspec.structs.replace(nano, renders=None)
+    assert plain.of_engines() == nano.of_engines()  # no engine is replaced
 
 
 def test_the_example_for_kuberay_is_a_fleet_that_its_service_finds() -> None:
@@ -103,6 +127,7 @@ def test_adapters_are_named_on_the_command_line_or_among_a_models_options(
         ("models: [{options: {max-model-len: 1.5}}]", "max-model-len must be a number"),
         ("models: [{options: {kv-cache-gb: [1, 2]}}]", "kv-cache-gb must be one value"),
         ("models: [{options: {prefix-caching: maybe}}]", "prefix-caching must be true or false"),
+        ("models: [{renders: maybe}]", r"models\[0\]: renders is true or false"),
         ("frontends: 0", "frontends is at least 1"),
         ("- x", "not a list of OPTION"),
         ("{", "is not YAML"),

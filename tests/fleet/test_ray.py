@@ -239,6 +239,30 @@ def test_engines_come_and_go_without_a_failed_request(fleet: RunningFleet) -> No
     assert bystanders.failures == []
 
 
+def test_front_ends_that_render_take_the_place_of_others_and_no_engine_is_replaced(
+    fleet: RunningFleet,
+) -> None:
+    before = {engine["name"] for engine in fleet.engines()}
+
+    def all_render() -> bool:
+        with contextlib.suppress(httpx.HTTPError):
+            looks = [httpx.get(f"{fleet.url}/metrics").text for _ in range(8)]
+            return all("lookonce_fleet_rendered_total" in text for text in looks)
+        return False
+
+    with Bystanders(fleet) as bystanders:
+        fleet.scale(len(before), renders=True)
+        until(all_render, 300)
+    assert bystanders.failures == []
+    assert {engine["name"] for engine in fleet.engines()} == before
+    answer, headers = ask(fleet.client(), [picture(70), {"type": "text", "text": "what?"}])
+    (engine,) = {headers["x-lookonce-engine"]} & before
+    exact = headers["x-lookonce-route"].partition("prompt ")[2].partition(";")[0]
+    assert answer.usage is not None
+    assert int(exact.partition("/")[2]) == answer.usage.prompt_tokens
+    assert engine
+
+
 def test_a_rolling_update_fails_no_request(fleet: RunningFleet) -> None:
     before = {engine["name"] for engine in fleet.engines()}
     with Bystanders(fleet) as bystanders:

@@ -344,6 +344,11 @@ def test_answers_are_limited(on_site, tmp_path):
         for asked in ({}, {"max_tokens": 8}):
             answer = await site.chat("recite this to me", **asked)
             assert answer.json()["usage"]["completion_tokens"] <= 8
+        tokens = {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 9}}
+        for more, status in (({}, 400), ({"shorten_max_tokens": True}, 200)):
+            answer = await site.client.post("/inference/v1/generate", json=tokens | more)
+            assert answer.status_code == status
+        assert site.engine.samplings[-1].max_tokens == 8
 
     limited_site(on_site, tmp_path, scenario, "[default]\nmax_tokens = 8")
 

@@ -72,6 +72,9 @@ class FakeEngine:
     """Name → digest of its contents, in hex."""
     probes: dict[str, int] = field(default_factory=dict)
     """Routes of probes that are answered 500, and how often they were."""
+    fingerprint: str = FINGERPRINT
+    facts: dict[str, Any] | None = None
+    """What front-ends that render want to know of the model."""
     metrics_told: int = 0
     received: list[Received] = field(default_factory=list)
     left: asyncio.Event = field(default_factory=asyncio.Event)
@@ -123,7 +126,12 @@ class FakeEngine:
                 ]
                 reply(writer, 200, {"data": [*cards, *adapters]})
             case "/inference/v1/media_cache":
-                told = {"algorithm": "blake3", "fingerprint": FINGERPRINT, "dtype": "float32"}
+                told = {
+                    "algorithm": "blake3",
+                    "fingerprint": self.fingerprint,
+                    "dtype": "float32",
+                    "model": self.facts,
+                }
                 digests = {
                     name: {"digest": digest, "encoder_digest": ""}
                     for name, digest in self.adapters.items()

@@ -566,6 +566,7 @@ class MediaResolver:
             expansion=expansion,
             item=item,
             outcome=outcome,
+            param=part.source.param,
         )
         rendered.encoded = part.data
         if part.has_bytes:

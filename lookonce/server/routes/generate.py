@@ -7,7 +7,7 @@ requests of this route as in the answers of the render routes.
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, cast
 
 import msgspec
@@ -61,6 +61,12 @@ class GenerateRequest(msgspec.Struct, kw_only=True):
     cache_salt: str | None = None
     reuse_receipt: bool = False
     kv_transfer_params: dict[str, Any] | None = None
+    return_tokens_as_token_ids: bool | None = None
+    receipt_first: bool = False
+    """In a stream `reuse_receipt` and `kv_transfer_params` come with the first chunk."""
+    shorten_max_tokens: bool = False
+    """`max_tokens` is the sender's default and no client's: where the tenant may have fewer tokens
+    it is shortened."""
 
 
 IGNORED_PARAMS = frozenset(
@@ -108,6 +114,7 @@ async def generate(request: Request) -> Response:
     arrival = time.monotonic()
     body = await receive(request, GenerateRequest)
     context = open_context(request, body, arrival)
+    context.limit_asked = not body.shorten_max_tokens
     raw, close = raw_bytes(body.sampling_params), context.services.defaults.closed_schemas
     sampling = await decoded_body(request, raw, lambda: sampling_of(raw, close=close))
     return await respond(request, context, GenerateResponseBuilder(context, body, sampling))
@@ -167,10 +174,8 @@ class GenerateResponseBuilder:
         self._context = context
         self._body = body
         self._sampling = sampling
-        if body.stream and self._sampling.prompt_logprobs is not None:
-            raise BadRequestError(
-                "sampling_params: prompt_logprobs needs stream to be false", param="sampling_params"
-            )
+        self._receipt_due = bool(body.stream and body.receipt_first)
+        self._prompt_logprobs_due = body.stream and sampling.prompt_logprobs is not None
         services = context.services
         limit = services.max_model_len() or len(body.token_ids)
         self._media = external_media(
@@ -196,7 +201,8 @@ class GenerateResponseBuilder:
                 mm_processor_kwargs=body.mm_processor_kwargs,
                 trusted=context.principal.inject,
             )
-        context.add_prompt(rendered, self._sampling)
+        # Nobody is shown the text: it is made where stop strings are looked for in it.
+        context.add_prompt(rendered, self._sampling, makes_text=bool(self._sampling.stop))
 
     def whole(self, samples: Sequence[Sample]) -> GenerateResponse:
         body = self._envelope([self._choice(i, sample) for i, sample in enumerate(samples)])
@@ -223,8 +229,21 @@ class GenerateResponseBuilder:
         )
         if piece.token_ids or piece.finish_reason is not None:
             chunk = self._envelope([choice])
+            self._add_prefill(chunk)
             last = self._context.finished and piece.finish_reason is not None
-            yield self._with_reuse(chunk) if last and not self._context.include_usage else chunk
+            if last and not self._context.include_usage and not self._body.receipt_first:
+                self._with_reuse(chunk)
+            yield chunk
+
+    def _add_prefill(self, chunk: GenerateResponse) -> None:
+        """What is known of the prompt with its first token, to the first chunk that may have it."""
+        (generation,) = self._context.generations
+        if self._receipt_due and (generation.reuse_stats is not None or generation.finished):
+            self._receipt_due = False
+            self._with_reuse(chunk)
+        if self._prompt_logprobs_due and generation.prompt_logprobs is not None:
+            self._prompt_logprobs_due = False
+            chunk.prompt_logprobs = self._context.prompt_entries(0, self._sampling.prompt_logprobs)
 
     def _logprobs(self, generated: Sample | Piece) -> ChatLogprobs | None:
         """As vLLM's: the first candidate of `logprobs: 0` is the token itself."""
@@ -237,7 +256,7 @@ class GenerateResponseBuilder:
     def usage_chunk(self) -> GenerateResponse:
         chunk = self._envelope([])
         chunk.usage = self._context.usage()
-        return self._with_reuse(chunk)
+        return chunk if self._body.receipt_first else self._with_reuse(chunk)
 
     def _with_reuse(self, body: GenerateResponse) -> GenerateResponse:
         body.reuse_receipt = self._context.receipt()
@@ -386,6 +405,25 @@ async def features_of(
                 features.media_data = {**(features.media_data or {}), modality: entries}
             case "tensors":
                 features.kwargs_data = {**(features.kwargs_data or {}), modality: entries}
+    return features
+
+
+def referring_features(rendered: RenderedPrompt, held: Collection[bytes]) -> Features | None:
+    """As `features_of` with encoded media, but that items whose keys the receiver holds are given
+    by their hashes alone."""
+    if not rendered.items:
+        return None
+    features = Features(mm_hashes={}, mm_placeholders={}, media_data={})
+    for item, feature in zip(rendered.items, rendered.features, strict=True):
+        text = None
+        if item.encoded is not None and item.key not in held:
+            text = pybase64.b64encode(item.encoded).decode("ascii")
+        for listed, entry in (
+            (features.mm_hashes, item.media_hash.hex()),
+            (features.mm_placeholders, _placeholder(feature)),
+            (features.media_data, text),
+        ):
+            cast("dict[str, list[Any]]", listed).setdefault(item.modality, []).append(entry)
     return features
 
 

@@ -22,6 +22,7 @@ from lookonce.server.http.responses import json_response
 from lookonce.server.services import Services
 from lookonce.types.lora import LoRAIdentity
 from lookonce.types.media import Modality
+from lookonce.types.model import RenderingFacts
 
 
 class MediaCacheRequest(msgspec.Struct, kw_only=True):
@@ -63,6 +64,8 @@ class MediaCacheInfo(msgspec.Struct, kw_only=True):
     media_adapters: dict[str, AdapterDigests]
     """Those that the model has for prompts with media, by modality; of several that a prompt has,
     it gets the first."""
+    model: RenderingFacts | None
+    """Null as long as it is loading, and where it answers no prompts of token ids."""
 
 
 async def inject_media(request: Request) -> Response:
@@ -89,8 +92,10 @@ async def show_media_cache(request: Request) -> Response:
     services: Services = request.app.state.services
     config, known = services.config, services.engine.adapters
     own: tuple[tuple[Modality, LoRAIdentity], ...] = ()
+    facts: RenderingFacts | None = None
     with suppress(NotReadyError):
         own = services.engine.model.media_adapters
+        facts = RenderingFacts.of(services.engine.model)
     return json_response(
         MediaCacheInfo(
             algorithm=config.media.hash_algorithm,
@@ -98,6 +103,7 @@ async def show_media_cache(request: Request) -> Response:
             dtype=config.model.dtype,
             adapters={info.name: AdapterDigests.of(info.identity) for info in known.listed()},
             media_adapters={modality: AdapterDigests.of(each) for modality, each in own},
+            model=facts,
         )
     )
 

@@ -231,10 +231,11 @@ class ServingContext:
         *,
         scored_by: str = "prompt_logprobs",
         pools: bool = False,
+        makes_text: bool = True,
     ) -> None:
         """Take a prompt to generate from, or to pool. Special tokens in `keep` are shown as text;
-        `scored_by` is the field that asked for the prompt's log-probabilities. Raises
-        `BadRequestError` for a prompt that the model cannot take."""
+        without `makes_text` there is no text; `scored_by` is the field that asked for the prompt's
+        log-probabilities. Raises `BadRequestError` for a prompt that the model cannot take."""
         self._prompts.append(rendered)
         rendered.tenant = self.principal.tenant
         rendered.lora_name = self.lora_name
@@ -252,6 +253,7 @@ class ServingContext:
             keep=keep,
             limit_asked=self.limit_asked,
             pools=pools,
+            makes_text=makes_text,
         )
         most = 0 if pools else generation.sampling.max_tokens or 0
         self.usage_limits.take_tokens(rendered.num_tokens, most * sampling.n)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 
 import pytest
 
@@ -186,11 +187,64 @@ def test_the_prompt_is_scored_where_asked(folder):
         assert {place for place, entry in enumerate(told) if entry is None} == {0, *media}
         assert all(str(body["token_ids"][at]) in entry for at, entry in enumerate(told) if entry)
 
-        streamed = await node.post(ROUTE, {**body, "stream": True})
-        assert streamed.status_code == 400
-        assert streamed.json()["error"]["param"] == "sampling_params"
+        streamed = events(await node.post(ROUTE, {**body, "stream": True}))
+        assert streamed[0]["prompt_logprobs"] == told
+        assert not any("prompt_logprobs" in event for event in streamed[1:])
 
     on_rendered(folder, scenario)
+
+
+def test_a_receipt_comes_with_the_first_chunk_where_it_is_asked_for_so(folder):
+    async def scenario(node, body):
+        body |= {
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "reuse_receipt": True,
+            "kv_transfer_params": {"num_lmcache_extra_cached_tokens": 0},
+        }
+        body["sampling_params"] = {"max_tokens": 4, "temperature": 0, "ignore_eos": True}
+        *_, last = events(await node.post(ROUTE, body))
+        first, *others = events(await node.post(ROUTE, {**body, "receipt_first": True}))
+        for name in ("reuse_receipt", "kv_transfer_params"):
+            assert first[name].keys() == last[name].keys()
+            assert not any(name in event for event in others)
+        assert [item["encoder"] for item in first["reuse_receipt"]["items"]] == ["skipped"] * 2
+        assert others[-1]["usage"]["completion_tokens"] == 4
+
+    on_rendered(folder, scenario)
+
+
+def test_log_probabilities_may_name_tokens_by_their_ids(folder):
+    async def scenario(node, body):
+        body["sampling_params"] = {"logprobs": 2, "max_tokens": 3, "temperature": 0}
+        answer = await node.ok(ROUTE, {**body, "return_tokens_as_token_ids": True})
+        (choice,) = answer["choices"]
+        told = choice["logprobs"]["content"]
+        assert [entry["token"] for entry in told] == [f"token_id:{t}" for t in choice["token_ids"]]
+        assert all(e["token"].startswith("token_id:") for t in told for e in t["top_logprobs"])
+
+    on_rendered(folder, scenario)
+
+
+def test_tokens_end_at_a_stop_string_though_no_text_is_shown(folder):
+    async def scenario(node, body):
+        sampling = {"max_tokens": 24, "temperature": 0, "ignore_eos": True}
+        body["sampling_params"] = sampling
+        (whole,) = (await node.ok(ROUTE, body))["choices"]
+        text = (await node.ok("/detokenize", {"tokens": whole["token_ids"]}))["prompt"]
+        stop = text[5]
+        body["sampling_params"] = sampling | {"stop": [stop]}
+        (choice,) = (await node.ok(ROUTE, body))["choices"]
+        assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", stop)
+        assert choice["token_ids"] == whole["token_ids"][: len(choice["token_ids"])]
+        assert len(choice["token_ids"]) < 24
+
+    on_rendered(folder, scenario)
+
+
+def events(response):
+    lines = [line for line in response.text.splitlines() if line.startswith("data: {")]
+    return [json.loads(line.removeprefix("data: ")) for line in lines]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,328 @@
+"""Front-ends that render: chats and completions are rendered, and their answers written, here.
+
+    body ─▶ template, tokens, keys of media ─▶ `RoutedEngine` ─▶ POST /inference/v1/generate
+    client ◀─ text, tool calls, reasoning, usage, receipt ◀─ token deltas ◀──┘
+
+Everything but the engine is what `lookonce render` and `lookonce serve` have: their application,
+with a renderer that keeps no processed media for engines. Requests that need more than generated
+tokens, or media that these do not carry, go to an engine as they came.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from starlette.types import Message, Receive, Scope, Send
+
+from lookonce.config import Config, Options, ServerConfig, resolve
+from lookonce.errors import LookOnceError
+from lookonce.fleet.config import RenderedModel
+from lookonce.fleet.engine_http import Headers
+from lookonce.fleet.frontend import Fleet
+from lookonce.fleet.identity import Processor, without_payloads
+from lookonce.fleet.routed_engine import ClientRequest, RoutedEngine, current_request
+from lookonce.frontend.frontend import dialect_of, reasoning_of
+from lookonce.frontend.metrics import Metrics
+from lookonce.frontend.model_download import with_local_model
+from lookonce.frontend.sampling_params import read_defaults
+from lookonce.render.readonly import ReadOnlyBindings, ReadOnlyDirectory, open_readonly
+from lookonce.render.renderer import open_renderer
+from lookonce.server.http.api_keys import KeyRing
+from lookonce.server.http.app import ROUTES, Application, build_app
+from lookonce.server.http.unknown_fields import UnknownFields
+from lookonce.server.services import Services
+from lookonce.server.warmup import warm_up
+from lookonce.types.counts import Counts
+from lookonce.types.model import ModelInfo
+
+logger = logging.getLogger("lookonce.fleet")
+
+PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"})
+RENDERED_ROUTES = [route for route in ROUTES if route.path in PATHS]
+STORING_PATH = "/v1/responses"
+UNCARRIED = re.compile(
+    rb'"(?:uuid|video_url|input_video|file_data|file_id|input_file|document|item_reference)"'
+)
+"""In bodies with media that engines alone know, or that are made of a file: films, pages of
+documents, uuids, which engines bind, and what is stored. They go to an engine as they came. Where
+it stands for something else that is no harm."""
+DROPPED_HEADERS = frozenset(
+    {
+        *(b"content-type", b"content-length", b"content-encoding", b"accept", b"accept-encoding"),
+        *(b"x-request-id", b"x-reuse-receipt"),
+    }
+)
+"""Of the client's, which do not fit what engines get."""
+LEFT_TO_ENGINES = frozenset({422, 503})
+"""Refusals before any engine was asked: one may know the medium, or render it itself."""
+
+
+class _Fields(msgspec.Struct):
+    """What decides where a request is rendered, and what its engine must know; other fields are
+    passed over."""
+
+    model: str | None = None
+    stream: bool | None = None
+    cache_salt: str | None = None
+    mm_processor_kwargs: msgspec.Raw | None = None
+    prompt_cache_key: str | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    max_output_tokens: int | None = None
+    store: bool | None = None
+    previous_response_id: str | None = None
+    conversation: msgspec.Raw | None = None
+
+    @property
+    def limit_asked(self) -> bool:
+        limits = (self.max_tokens, self.max_completion_tokens, self.max_output_tokens)
+        return any(limit is not None for limit in limits)
+
+
+_FIELDS = msgspec.json.Decoder(_Fields)
+
+
+@dataclass(slots=True)
+class _Served:
+    """A model whose prompts are rendered here."""
+
+    app: Application
+    engine: RoutedEngine
+    stores: bool
+    """Its engines store responses."""
+
+
+class Rendering:
+    """The models of a fleet that its front-end renders for; an async context manager.
+
+    Each is opened once an engine has told of it. Before, and as long as its engines are not what it
+    was opened for, its requests go to engines as they came.
+    """
+
+    def __init__(self, fleet: Fleet, models: Sequence[RenderedModel], server: ServerConfig) -> None:
+        self._fleet, self._models, self._server = fleet, models, server
+        self._served: dict[str, _Served] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+        self._opened = asyncio.Event()
+        self.num_rendered = self.num_retried = 0
+
+    async def __aenter__(self) -> Rendering:
+        loop = asyncio.get_running_loop()
+        self._tasks = [loop.create_task(self._serve(model)) for model in self._models]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def wait_opened(self) -> None:
+        """Until every model is opened, or cannot be."""
+        while any(not task.done() for task in self._tasks) and len(self._served) < len(self._tasks):
+            self._opened.clear()
+            await self._opened.wait()
+
+    async def _serve(self, model: RenderedModel) -> None:
+        """As long as the front-end lives."""
+        try:
+            told = await self._fleet.told_of(model.name)
+            async with open_served(model, told, self._fleet, self._server) as served:
+                self._served[model.name] = served
+                self._opened.set()
+                await asyncio.Event().wait()
+        except LookOnceError as error:
+            logger.error("%s is rendered by its engines: %s", model.name, error.message)
+        except Exception:
+            logger.exception("%s is rendered by its engines", model.name)
+        finally:
+            self._served.pop(model.name, None)
+            self._opened.set()
+
+    def _served_for(self, path: str, body: bytes) -> tuple[_Served, _Fields] | None:
+        """None: the request goes to an engine as it came."""
+        if not self._served or path not in PATHS:
+            return None
+        body = without_payloads(body)
+        try:
+            fields = _FIELDS.decode(body)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            return None  # engines say what is wrong
+        told = self._fleet.processor_of(fields.model)
+        served = self._served.get(told.model or "")
+        if served is None or (fields.model is None and len(self._fleet.served_models()) > 1):
+            return None
+        if path == STORING_PATH and (
+            (served.stores and fields.store is not False)
+            or fields.previous_response_id is not None
+            or fields.conversation is not None
+        ):
+            return None
+        listed = self._fleet.processors_of(str(told.model))
+        alike = all(_are_alike(each, served.engine.processor) for each in listed)
+        if not alike or UNCARRIED.search(body):
+            return None
+        adapters = {name: found for each in listed for name, found in each.adapters.items()}
+        served.engine.learn(msgspec.structs.replace(told, adapters=adapters))
+        return served, fields
+
+    async def answer(
+        self,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        content: Callable[[], bytes],
+        headers: Headers,
+    ) -> bool:
+        """Answer a POST; `content`: its body, until an answer has begun; `headers`: those that
+        engines get of it. False: nothing was sent, and an engine has to get it as it came."""
+        found = self._served_for(scope["path"], content())
+        if found is None:
+            return False
+        served, fields = found
+        request = ClientRequest(
+            headers=[
+                *[each for each in headers if each[0] not in DROPPED_HEADERS],
+                (b"content-type", b"application/json"),
+            ],
+            stream=bool(fields.stream),
+            cache_salt=fields.cache_salt,
+            mm_processor_kwargs=fields.mm_processor_kwargs,
+            session=dict(headers).get(b"x-session-id", b"").decode("latin-1")
+            or fields.prompt_cache_key,
+            limit_asked=fields.limit_asked,
+        )
+        replies = _Replies(request, send)
+        token = current_request.set(request)
+        try:
+            await served.app({**scope, "headers": headers}, _replayed(content, receive), replies)
+        finally:
+            current_request.reset(token)
+            self.num_retried += request.num_retried
+        if not replies.begun:
+            return False
+        self.num_rendered += 1
+        if request.num_tokens:
+            self._fleet.router.note_answer_tokens(request.num_tokens)
+        return True
+
+
+class _Replies:
+    """The application's `send`. A refusal that an engine may not share is kept back."""
+
+    def __init__(self, request: ClientRequest, send: Send) -> None:
+        self._request, self._send = request, send
+        self.begun = self._kept_back = False
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self._kept_back = not self._request.asked and message["status"] in LEFT_TO_ENGINES
+            if not self._kept_back:
+                self.begun = True
+                message["headers"] = [*message.get("headers", ()), *self._request.added]
+        if not self._kept_back:
+            await self._send(message)
+
+
+def _replayed(content: Callable[[], bytes], receive: Receive) -> Receive:
+    """As `receive`, but that the body comes first."""
+    waiting = [content]
+
+    async def replay() -> Message:
+        if not waiting:
+            return await receive()
+        return {"type": "http.request", "body": waiting.pop()(), "more_body": False}
+
+    return replay
+
+
+def _are_alike(told: Processor, opened: Processor) -> bool:
+    """Whether engines know media, and take prompts, as when the model was opened here."""
+    return (told.fingerprint, told.algorithm, told.dtype, told.facts) == (
+        *(opened.fingerprint, opened.algorithm),
+        *(opened.dtype, opened.facts),
+    )
+
+
+@asynccontextmanager
+async def open_served(
+    model: RenderedModel, told: Processor, fleet: Fleet, server: ServerConfig
+) -> AsyncIterator[_Served]:
+    """The application for one model. Raises `ModelLoadError` or `ConfigError`."""
+    assert told.facts is not None
+    config = await asyncio.to_thread(_config_of, model, told)
+    counts = Counts()
+    async with (
+        open_renderer(
+            config.model,
+            config.media,
+            directory=ReadOnlyDirectory(),
+            uuids=ReadOnlyBindings(),
+            chat_template=config.server.chat_template,
+            max_model_len=told.facts.max_model_len,
+        ) as main,
+        open_readonly(main, config.media, counts=counts) as renderer,
+        open_readonly(main, config.media, reads_headers=False) as warmup_renderer,
+    ):
+        if renderer.fingerprint != told.fingerprint:
+            raise LookOnceError("its files here are not those of its engines")
+        renderer.token_cache = main.token_cache
+        renderer.vocab_size = told.facts.vocab_size
+        renderer.served_modalities = told.facts.modalities
+        engine = RoutedEngine(fleet, model.name, told, _model_info(model.name, told))
+        services = Services(
+            config=config,
+            renderer=renderer,
+            readonly=renderer,
+            engine=engine,
+            metrics=Metrics(config.model.served_name, counts=counts),
+            keys=KeyRing.of(server),
+            defaults=read_defaults(
+                config.model.folder, closed_schemas=config.server.closed_schemas
+            ),
+            warmup_renderer=warmup_renderer,
+            tool_dialect=dialect_of(config, renderer),
+            reasoning=reasoning_of(config, renderer),
+            unknown_fields=UnknownFields(strict=config.server.strict_requests),
+        )
+        app = build_app(services, RENDERED_ROUTES)
+        await warm_up(services, app)
+        logger.info("prompts of %s are rendered here", model.name)
+        stores = config.server.responses.max_bytes > 0
+        yield _Served(app, engine, stores)
+
+
+def _config_of(model: RenderedModel, told: Processor) -> Config:
+    """Raises `ModelLoadError` or `ConfigError`."""
+    given: Mapping[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in model.options.items()
+    }
+    options = Options(
+        model=model.model,
+        served_model_name=model.name,
+        dtype=told.dtype,
+        mm_hash_algorithm=told.algorithm,
+        **given,
+    )
+    return with_local_model(resolve(options), weights=False)
+
+
+def _model_info(name: str, told: Processor) -> ModelInfo:
+    assert told.facts is not None
+    return ModelInfo(
+        name=name,
+        model_type="",
+        vocab_size=told.facts.vocab_size,
+        max_model_len=told.facts.max_model_len,
+        eos_token_ids=(),
+        modalities=told.facts.modalities,
+        dtype=told.dtype,
+        encoder_row_bytes=0,
+    )

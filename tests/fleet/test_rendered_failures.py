@@ -1,0 +1,349 @@
+"""A front-end that renders over engines that fail, refuse and forget: one server to its clients."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from lookonce.cache.identity import item_key, media_hash, scope_digest
+from lookonce.config import EMBEDDED_MODELS, ITEM_TOPIC, NANO
+from lookonce.fleet.config import RenderedModel
+from lookonce.fleet.index import short
+from lookonce.fleet.subscriber import Added, Gone
+from lookonce.render.families.registry import load_family
+from tests.support.drawing import encoded, image_part, picture, text_part
+from tests.support.fake_engine import (
+    Answer,
+    FakeEngine,
+    Received,
+    begin_stream,
+    reply,
+    send_chunk,
+)
+from tests.support.fleet_frontends import RunningFrontend, running_frontend
+
+pytestmark = pytest.mark.timeout(120)
+WORDS = {89: "o", 82: "h", 83: "i"}
+"""Tokens of the embedded model."""
+FACTS = {"max_model_len": 4096, "vocab_size": 1024, "modalities": ["image", "audio"]}
+GENERATE = "/inference/v1/generate"
+CHAT = "/v1/chat/completions"
+
+
+def fingerprint() -> bytes:
+    family = load_family(Path(EMBEDDED_MODELS[NANO]), "float32")
+    assert family is not None
+    return family.fingerprint()
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[tuple[RunningFrontend, list[FakeEngine]]]:
+    told = fingerprint().hex()
+    fakes = [FakeEngine(name, fingerprint=told, facts=FACTS) for name in "abc"]
+    models = [RenderedModel(name="nano", model=NANO)]
+    with running_frontend([], models, fakes=fakes) as frontend:
+        yield frontend, fakes
+
+
+class Fleet:
+    """The front-end and its engines, as one test sees them."""
+
+    def __init__(self, frontend: RunningFrontend, fakes: list[FakeEngine]) -> None:
+        self.frontend, self.fakes = frontend, fakes
+        for fake in fakes:
+            fake.answer, fake.received = generates(82, 83), []
+        until(lambda: len(frontend.fleet.ready()) == len(fakes))
+
+    def answered_by(self, answer: Answer, name: str | None = None) -> None:
+        """By all engines, or one."""
+        for fake in self.fakes:
+            if name in (None, fake.name):
+                fake.answer = answer
+
+    @property
+    def received(self) -> list[Received]:
+        return [each for fake in self.fakes for each in fake.received]
+
+    def ask(self, content: Any = "hello", path: str = CHAT, **fields: Any) -> httpx.Response:
+        body = {"model": "nano", "messages": [{"role": "user", "content": content}], **fields}
+        headers = {"authorization": "Bearer x", "x-request-id": "mine"}
+        return httpx.post(self.frontend.url + path, json=body, headers=headers, timeout=30)
+
+
+@pytest.fixture
+def fleet(running: tuple[RunningFrontend, list[FakeEngine]]) -> Fleet:
+    return Fleet(*running)
+
+
+def until(condition: Callable[[], object]) -> None:
+    end = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < end, "it did not come to that"
+        time.sleep(0.01)
+
+
+def event(*tokens: int, end: str | None = None, **more: Any) -> bytes:
+    choice = {"index": 0, "token_ids": tokens, "finish_reason": end}
+    return b"data: " + json.dumps({"choices": [choice], **more}).encode() + b"\n\n"
+
+
+def generates(*tokens: int) -> Answer:
+    """An event for each token, then the end."""
+
+    async def answer(engine: FakeEngine, request: Received, writer: asyncio.StreamWriter) -> None:
+        if request.target != GENERATE:
+            reply(writer, 200, {"engine": engine.name})
+            return
+        begin_stream(writer)
+        for token in tokens:
+            send_chunk(writer, event(token))
+            await writer.drain()
+        send_chunk(writer, event(end="stop") + b"data: [DONE]\n\n")
+        writer.write(b"0\r\n\r\n")
+
+    return answer
+
+
+def dies(*tokens: int) -> Answer:
+    """After these tokens the connection is gone."""
+
+    async def answer(engine: FakeEngine, request: Received, writer: asyncio.StreamWriter) -> None:
+        if tokens:
+            begin_stream(writer)
+        for token in tokens:
+            send_chunk(writer, event(token))
+            await writer.drain()
+            await asyncio.sleep(0.02)
+        writer.transport.abort()
+
+    return answer
+
+
+def refuses(status: int, **error: Any) -> Answer:
+    async def answer(engine: FakeEngine, request: Received, writer: asyncio.StreamWriter) -> None:
+        reply(writer, status, {"error": error})
+
+    return answer
+
+
+def text_of(response: httpx.Response) -> str:
+    found: str = response.json()["choices"][0]["message"]["content"]
+    return found
+
+
+def test_engines_get_tokens_and_what_belongs_to_them(fleet: Fleet) -> None:
+    answer = fleet.ask(cache_salt="apart", max_tokens=7, temperature=0.5, stop=["zz"], n=1)
+    assert text_of(answer) == "hi"
+    assert answer.headers["x-lookonce-engine"] in "abc"
+    assert answer.headers["x-request-id"] == "mine"
+    (request,) = fleet.received
+    assert request.target == GENERATE
+    assert request.headers["authorization"] == "Bearer x"
+    body = request.json
+    assert len(body["token_ids"]) == answer.json()["usage"]["prompt_tokens"]
+    told = {name: body.get(name) for name in ("model", "request_id", "cache_salt", "features")}
+    assert told == {"model": "nano", "request_id": "mine", "cache_salt": "apart", "features": None}
+    assert body["sampling_params"] == {"max_tokens": 7, "temperature": 0.5, "stop": ["zz"]}
+    fleet.ask("no limit")
+    told = [each.json.get("shorten_max_tokens", False) for each in fleet.received]
+    assert sorted(told) == [False, True]
+
+
+def test_a_stop_string_is_found_here_and_ends_the_stream_at_the_engine(fleet: Fleet) -> None:
+    async def goes_on(engine: FakeEngine, request: Received, writer: asyncio.StreamWriter) -> None:
+        begin_stream(writer)
+        while True:  # fails once nobody reads it
+            send_chunk(writer, event(82))
+            send_chunk(writer, event(83))
+            await writer.drain()
+            await asyncio.sleep(0.01)
+
+    fleet.answered_by(goes_on)
+    for fake in fleet.fakes:
+        fake.left.clear()
+    answer = fleet.ask(stream=True, stop=["ih"])
+    events = [json.loads(line[6:]) for line in answer.text.splitlines() if line[6:7] == "{"]
+    assert "".join(each["choices"][0]["delta"].get("content", "") for each in events) == "h"
+    assert events[-1]["choices"][0]["stop_reason"] == "ih"
+    (request,) = fleet.received
+    assert "stop" not in request.json["sampling_params"]
+    until(lambda: any(fake.left.is_set() for fake in fleet.fakes))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_engine_that_dies_before_its_answer_has_begun_is_replaced(
+    fleet: Fleet, stream: bool
+) -> None:
+    first = fleet.ask("die").headers["x-lookonce-engine"]
+    fleet.answered_by(dies(), first)
+    answer = fleet.ask("die", stream=stream)
+    assert answer.status_code == 200
+    assert answer.headers["x-lookonce-engine"] != first
+
+
+def test_an_answer_that_is_not_streamed_begins_anew_where_an_engine_dies(fleet: Fleet) -> None:
+    first = fleet.ask("anew").headers["x-lookonce-engine"]
+    fleet.answered_by(dies(89, 89), first)
+    answer = fleet.ask("anew")
+    assert text_of(answer) == "hi"
+    assert answer.headers["x-lookonce-engine"] != first
+
+
+def test_a_death_in_the_middle_ends_its_own_stream_with_an_error(fleet: Fleet) -> None:
+    fleet.answered_by(dies(82))
+    answer = fleet.ask(stream=True)
+    lines = [line for line in answer.text.splitlines() if line.startswith("data: {")]
+    assert json.loads(lines[-1][6:])["error"]["code"] == "engine_dead"
+    assert any('"content":"h"' in line for line in lines)
+
+
+def test_engines_that_say_503_are_asked_in_turn_and_the_last_answer_stays(fleet: Fleet) -> None:
+    fleet.answered_by(refuses(503, message="I drain", type="x", code="draining"))
+    answer = fleet.ask()
+    assert answer.status_code == 503
+    assert answer.json()["error"]["message"] == "I drain"
+    assert sorted(len(fake.received) for fake in fleet.fakes) == [1, 1, 1]
+
+
+def test_a_refusal_is_handed_on(fleet: Fleet) -> None:
+    async def limited(engine: FakeEngine, request: Received, writer: asyncio.StreamWriter) -> None:
+        body = json.dumps(
+            {"error": {"message": "too many", "type": "x", "code": "rate_limit_exceeded"}}
+        ).encode()
+        writer.write(
+            b"HTTP/1.1 429 X\r\nretry-after-ms: 2500\r\nx-ratelimit-limit-requests: 3\r\n"
+            b"content-length: %d\r\n\r\n%b" % (len(body), body)
+        )
+
+    fleet.answered_by(limited)
+    answer = fleet.ask()
+    assert answer.status_code == 429
+    assert answer.headers["retry-after"] == "3"
+    assert answer.headers["x-ratelimit-limit-requests"] == "3"
+    assert answer.json()["error"]["code"] == "rate_limit_exceeded"
+    fleet.answered_by(
+        refuses(400, message="response_format: no", param="response_format", code="bad_request")
+    )
+    answer = fleet.ask()
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "response_format"
+    assert len(fleet.received) == 2
+
+
+def test_an_error_about_a_medium_names_its_part(fleet: Fleet) -> None:
+    param = "features.mm_hashes.image[1]"
+    fleet.answered_by(
+        refuses(422, message=f"{param}: is cut off", param=param, code="unprocessable")
+    )
+    parts = [image_part(picture(("red", kind))) for kind in ("circle", "square")]
+    answer = fleet.ask([text_part("these"), *parts])
+    error = answer.json()["error"]
+    assert answer.status_code == 422
+    assert error["param"] == "messages[0].content[2]"
+    assert error["message"] == "messages[0].content[2]: is cut off"
+
+
+def test_a_picture_that_the_engine_holds_is_named_and_sent_where_it_was_forgotten(
+    fleet: Fleet,
+) -> None:
+    shown = picture(("blue", "circle"))
+    digest = media_hash(encoded(shown), modality="image", fingerprint=fingerprint())
+    key = short(item_key(scope_digest("", None), digest))
+    router = fleet.frontend.fleet.router
+    content = [image_part(shown), text_part("?")]
+    fleet.ask(content)
+    for state in router.engines.values():
+        router.apply(state, [Added(ITEM_TOPIC, [key])])
+    fleet.ask(content)
+
+    async def forgets(engine: FakeEngine, request: Received, writer: asyncio.StreamWriter) -> None:
+        if request.json["features"]["media_data"]["image"] == [None]:
+            reply(writer, 422, {"error": {"message": "gone", "code": "media_not_cached"}})
+        else:
+            await generates(82)(engine, request, writer)
+
+    fleet.answered_by(forgets)
+    assert text_of(fleet.ask(content)) == "h"
+    sent = [each.json["features"] for each in fleet.received]
+    assert all(each["mm_hashes"]["image"] == [digest.hex()] for each in sent)
+    assert (
+        sorted(each["media_data"]["image"] == [None] for each in sent) == [False] * 2 + [True] * 2
+    )
+    for state in router.engines.values():
+        router.apply(state, [Gone(ITEM_TOPIC, [key])])
+
+
+def test_a_client_that_leaves_ends_its_request_at_the_engine(fleet: Fleet) -> None:
+    async def waits(engine: FakeEngine, request: Received, writer: asyncio.StreamWriter) -> None:
+        begin_stream(writer)
+        send_chunk(writer, event(82))
+        await writer.drain()
+
+    fleet.answered_by(waits)
+    for fake in fleet.fakes:
+        fake.left.clear()
+    body = {"model": "nano", "prompt": "x", "stream": True}
+    with httpx.stream("POST", f"{fleet.frontend.url}/v1/completions", json=body) as response:
+        assert next(response.iter_lines()).startswith("data: ")
+    until(lambda: any(fake.left.is_set() for fake in fleet.fakes))
+    until(lambda: fleet.frontend.frontend.active == 0)
+    assert not any(state.num_requests for state in fleet.frontend.fleet.router.engines.values())
+
+
+def test_films_files_uuids_and_what_is_stored_go_to_engines_as_they_came(fleet: Fleet) -> None:
+    film = {"type": "video_url", "video_url": {"url": "data:video/mp4;base64,AAAA"}}
+    fleet.ask([film])
+    fleet.ask([{**image_part(picture(("red", "circle"))), "uuid": "it"}])
+    fleet.ask([{"type": "file", "file": {"file_data": "data:application/pdf;base64,AAAA"}}])
+    httpx.post(f"{fleet.frontend.url}/v1/responses", json={"model": "nano", "input": "x"})
+    assert [each.target for each in fleet.received].count(CHAT) == 3
+    assert {each.target for each in fleet.received} == {CHAT, "/v1/responses"}
+
+
+def test_a_film_that_is_named_otherwise_goes_there_too(fleet: Fleet) -> None:
+    """JSON may write a name with escapes."""
+    part = b'{"type": "video\\u005furl", "video\\u005furl": {"url": "data:video/mp4;base64,AAAA"}}'
+    body = b'{"model": "nano", "messages": [{"role": "user", "content": [%b]}]}' % part
+    headers = {"content-type": "application/json"}
+    answer = httpx.post(fleet.frontend.url + CHAT, content=body, headers=headers)
+    assert answer.status_code in (200, 400)
+    assert all(each.target == CHAT for each in fleet.received)
+
+
+def test_an_adapter_is_asked_for_where_it_is(fleet: Fleet) -> None:
+    try:
+        fleet.fakes[1].adapters["letters"] = "22" * 32
+        until(lambda: "letters" in fleet.frontend.fleet.router.models())
+        until(lambda: "letters" in fleet.frontend.fleet.processor_of("letters").adapters)
+        answer = fleet.ask(model="letters")
+        assert answer.headers["x-lookonce-engine"] == "b"
+        assert answer.json()["model"] == "letters"
+        (request,) = fleet.received
+        assert (request.target, request.json["model"]) == (GENERATE, "letters")
+    finally:
+        fleet.fakes[1].adapters.clear()
+        until(lambda: "letters" not in fleet.frontend.fleet.router.models())
+
+
+def test_engines_whose_media_have_other_names_render_themselves(fleet: Fleet) -> None:
+    """One was replaced by another with a processor of its own."""
+    told = fleet.fakes[0].fingerprint
+
+    def known() -> set[bytes]:
+        return {each.fingerprint for each in fleet.frontend.fleet.processors_of("nano")}
+
+    try:
+        fleet.fakes[2].fingerprint = "ab" * 32
+        until(lambda: len(known()) == 2)
+        fleet.ask()
+        assert fleet.received[-1].target == CHAT
+    finally:
+        fleet.fakes[2].fingerprint = told
+        until(lambda: len(known()) == 1)
