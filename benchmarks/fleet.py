@@ -447,7 +447,7 @@ def path_report(
 
     through = [[each.url] for each in fleets]
     own = [address.http for address in engines.addresses]
-    for name, requests, direct in (
+    ways: list[tuple[str, Iterator[bytes], dict[str, list[str]]]] = [
         ("first token ms", itertools.repeat(plain), {"": [alone.url]}),
         ("10 MB picture, known, ms", itertools.repeat(large(0)), {"": [alone.url]}),
         (
@@ -455,7 +455,8 @@ def path_report(
             map(large, itertools.count(1)),
             {"": [alone.url], ", beside one engine": own},
         ),
-    ):
+    ]
+    for name, requests, direct in ways:
         servers = [*direct.values(), *through]
         times = uvloop.run(_in_turn(servers, requests, given.repeats, 2 * given.engines))
         medians = [median(each) for each in times]
@@ -463,10 +464,18 @@ def path_report(
             report.add(name + beside, taken, *medians[len(direct) :])
     question = message("user", words(source, 20))
     long = body([message("user", words(source, LONG_WORDS))], 1)
-    for name, request, amounts in (
-        (f"{LONG_WORDS} words, CPU ms by request", lambda _: long, (1, 1 + LONG_REPEATS)),
-        ("CPU ms by token", lambda length: body([question], length), STREAM_TOKENS),
-    ):
+
+    def same(_: int) -> bytes:
+        return long
+
+    def of_length(tokens: int) -> bytes:
+        return body([question], tokens)
+
+    measured: list[tuple[str, Callable[[int], bytes], tuple[int, int]]] = [
+        (f"{LONG_WORDS} words, CPU ms by request", same, (1, 1 + LONG_REPEATS)),
+        ("CPU ms by token", of_length, STREAM_TOKENS),
+    ]
+    for name, request, amounts in measured:
         used = [_cpu_of(request, amounts, given, engines, each) for each in fleets]
         for what, each in zip(("front-end", "API processes"), zip(*used, strict=True), strict=True):
             report.add(f"{name}: {what}", None, *each)
