@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from multiprocessing.connection import Connection
-from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar, cast
 
 import msgspec
 import numpy as np
@@ -333,7 +333,7 @@ def _decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
 
 
 def _decode(message: bytes, kind: type[T]) -> T:
-    decoded: T = _decoder(kind).decode(message)
+    decoded: T = _decoder(cast("Any", kind)).decode(message)
     return decoded
 
 
