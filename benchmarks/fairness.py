@@ -5,7 +5,7 @@
     ratio     of the two: 2 or less is fair
     samples   requests that the attacked p99 is of
     waited    seconds of each second in which threads of API process and engine could have run, but
-              had no core: what the attackers' own processes and the machine cost, not the server
+              had no core: they wait for each other, the attackers' processes and whatever else runs
     memory    of the API process and the engine: after the attack over before
 
 p99 is the nearest rank: of 200 samples the third slowest, so that one moment in which the machine

@@ -638,9 +638,6 @@ MAX_DESCRIPTORS = 65_536
 ACCEPTS_PER_TURN = 2
 """Connections that one turn of the event loop accepts: whoever is served waits for each of them, as
 to make a connection takes a quarter of a millisecond."""
-ACCEPT_REST_TURNS = 4
-"""Turns of the event loop that accept nothing after one that accepted so many: a request takes many
-turns, and would wait for two connections in each. Where nothing is served they take no time."""
 MAX_EVICTIONS = 16
 SHORTAGE_SECONDS = 0.5
 SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
@@ -671,8 +668,6 @@ class Acceptor:
         self._tls = tls
         self._tasks: set[asyncio.Task[Any]] = set()
         self._accepting = False
-        self._turns_to_rest = 0
-        """Turns of the event loop in which no connection is accepted."""
         self._closed = False
         self._evictions = 1
         """How many connections are closed when there is no room."""
@@ -682,7 +677,7 @@ class Acceptor:
 
     def resume(self) -> None:
         """Look for new connections, if it does not."""
-        if not (self._accepting or self._turns_to_rest or self._closed):
+        if not self._accepting and not self._closed:
             self._accepting = True
             self._loop.add_reader(self._listener.fileno(), self._accept_some)
 
@@ -690,18 +685,6 @@ class Acceptor:
         if self._accepting:
             self._accepting = False
             self._loop.remove_reader(self._listener.fileno())
-
-    def _rest(self) -> None:
-        self._accepting, self._turns_to_rest = False, ACCEPT_REST_TURNS
-        self._loop.remove_reader(self._listener.fileno())
-        self._loop.call_soon(self._pass_turn)
-
-    def _pass_turn(self) -> None:
-        self._turns_to_rest -= 1
-        if self._turns_to_rest:
-            self._loop.call_soon(self._pass_turn)
-        else:
-            self.resume()
 
     def close(self) -> None:
         self.pause()
@@ -734,7 +717,6 @@ class Acceptor:
                 self._connections.evict_one()
                 return
             self._connect(accepted, _client_address(peer))
-        self._rest()
 
     def _evict(self) -> None:
         """Close as many as wait for their clients, up to `_evictions`."""

@@ -6,15 +6,12 @@ import asyncio
 import resource
 import socket
 from contextlib import ExitStack
-from itertools import pairwise
 
 import pytest
 
 from lookonce.config import ConnectionConfig
 from lookonce.server import process
 from lookonce.server.http.connections import (
-    ACCEPT_REST_TURNS,
-    ACCEPTS_PER_TURN,
     UNREAD_BODY_BYTES,
     Acceptor,
     Connections,
@@ -433,30 +430,6 @@ def test_one_that_comes_closes_one_and_many_that_come_close_several_at_a_time():
             await until(lambda: running.table.total + evicted() == 20 + 67)
             assert evicted() <= 67 + 16
             assert acceptor.num_pauses < 64 / 4
-            acceptor.close()
-            await acceptor.wait_closed()
-
-    on_connections(scenario)
-
-
-def test_between_connections_that_come_at_once_others_have_turns_of_the_event_loop():
-    async def scenario(running):
-        with socket.create_server(("127.0.0.1", 0)) as listener, ExitStack() as held:
-            for _ in range(9):
-                held.enter_context(connection(listener))
-            acceptor = Acceptor(listener, running.table, running.protocol, None)
-            acceptor.resume()
-            accepted_in, turn = [0], 0
-            while running.table.total < 9:
-                before = running.table.total
-                acceptor.resume()  # as where a connection has ended
-                await asyncio.sleep(0)
-                turn += 1
-                assert running.table.total - before <= ACCEPTS_PER_TURN
-                if running.table.total > before:
-                    accepted_in.append(turn)
-            rests = [after - before for before, after in pairwise(accepted_in)]
-            assert min(rests[1:]) > ACCEPT_REST_TURNS
             acceptor.close()
             await acceptor.wait_closed()
 
