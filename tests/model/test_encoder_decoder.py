@@ -142,7 +142,7 @@ def test_the_clip_of_another_sequence_parts(subject) -> None:
 
     def swapped(plan: StepPlan) -> StepPlan:
         new = tuple(
-            dataclasses.replace(
+            msgspec.structs.replace(
                 each,
                 features=tuple(msgspec.structs.replace(f, key=other[f.key]) for f in each.features),
             )

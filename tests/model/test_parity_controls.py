@@ -95,7 +95,7 @@ def test_nothing_taken_away_agrees(subjects, kind):
 def test_linear_instead_of_multi_axis_positions_differ(subjects, kind):
     def linear(plan: StepPlan) -> StepPlan:
         new = tuple(
-            dataclasses.replace(
+            msgspec.structs.replace(
                 sequence,
                 features=tuple(msgspec.structs.replace(f, grid=None) for f in sequence.features),
             )

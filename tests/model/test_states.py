@@ -5,7 +5,6 @@ Snapshots of states make prefix hits possible; each rule about them has a negati
 
 from __future__ import annotations
 
-import dataclasses
 import os
 
 import msgspec
@@ -102,7 +101,7 @@ def assert_close(answers, expected) -> None:
 
 
 def without_copies(plan):
-    new = tuple(dataclasses.replace(each, snapshot=None) for each in plan.new)
+    new = tuple(msgspec.structs.replace(each, snapshot=None) for each in plan.new)
     return msgspec.structs.replace(plan, new=new)
 
 
