@@ -39,6 +39,7 @@ from typing import Any, Literal, Protocol, cast
 
 import httptools
 import uvicorn
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
@@ -66,7 +67,7 @@ MAX_PIPELINED = 24
 """Requests of one connection that may wait for the one being served."""
 UNREAD_BODY_BYTES = 512 * 1024
 """Bytes of a body that may wait for the application. To stop and go on costs as much as to read
-64 kB."""
+64 kB. What a body has beyond so many is read in turns."""
 WRITE_NOW = "lookonce.write_now"
 """ASGI extension: its `write` writes a chunk of a streamed answer at once, without a task."""
 CHUNK_OVERHEAD = 32
@@ -120,7 +121,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._table = connections if connections is not None else Connections(ConnectionConfig())
         self._limits = self._table.limits
         self._deadline = self._table.now + self._limits.header_timeout
-        self._overhead = 0
+        self._overhead = self._num_body_bytes = 0
         self._unread_since = math.inf
         """When the client stopped reading its answer."""
         self._handshake: asyncio.Task[Any] | None = None
@@ -135,6 +136,7 @@ class HttpProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         buffering = HeadBufferingTransport(cast(asyncio.Transport, transport))
         super().connection_made(cast(asyncio.Transport, buffering))
+        self.flow = self._turn_flow = TurnFlowControl(self.transport, self._wait_to_read)
         self._enter("headers", self._limits.header_timeout)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -199,12 +201,23 @@ class HttpProtocol(HttpToolsProtocol):
         """So many bytes were dropped: no more is read before `Connections` says so."""
         if not self.transport.is_closing():
             self.flow.pause_reading()
-            self._table.wait_for_turn(self, num_dropped)
+            self._table.wait_to_drop(self, num_dropped)
 
-    def read_rest(self) -> None:
+    def _wait_to_read(self) -> bool:
+        """The application asks for more. Whether that is read in turn: of a body that is large."""
+        if (
+            self.phase != "body"
+            or self._num_body_bytes <= UNREAD_BODY_BYTES
+            or self.cycle.response_complete
+        ):
+            return False
+        self._table.wait_to_read(self)
+        return True
+
+    def read_in_turn(self) -> None:
         """Its turn has come: read once."""
         if not self.transport.is_closing():
-            self.flow.resume_reading()
+            self._turn_flow.resume_now()
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """As uvicorn's, with a limit, for trailers too. Raises `RefusedRequestError`."""
@@ -247,6 +260,7 @@ class HttpProtocol(HttpToolsProtocol):
         if upgrade:
             self.cycle.keep_alive = False  # the parser takes what follows for another protocol
         self.phase = "body"
+        self._num_body_bytes = 0
         self._deadline = self._table.now + limits.body_timeout
 
     def _check_websocket(self) -> None:
@@ -317,7 +331,8 @@ class HttpProtocol(HttpToolsProtocol):
         cycle = self.cycle
         if not cycle.response_complete:
             cycle.body += body
-            if len(cycle.body) > UNREAD_BODY_BYTES:
+            self._num_body_bytes += len(body)
+            if self._num_body_bytes > UNREAD_BODY_BYTES:  # which more than so many unread are, too
                 self.flow.pause_reading()
             cycle.message_event.set()
         overhead = self._overhead - len(body)
@@ -343,6 +358,7 @@ class HttpProtocol(HttpToolsProtocol):
         self.server_state.total_requests += 1
         if self.transport.is_closing():
             return
+        self._table.leave_turns(self)
         if self.phase == "body" and not self.pipeline:
             self._deadline = self._table.now + DISCARD_SECONDS
             self._read_rest_in_turn()
@@ -466,11 +482,61 @@ class Connection(Protocol):
     def check_deadline(self, now: float) -> None: ...
 
 
+class TurnFlowControl(FlowControl):
+    """uvicorn's, but that who asks to go on reading may have to wait for a turn."""
+
+    def __init__(self, transport: asyncio.Transport, wait: Callable[[], bool]) -> None:
+        """`wait`: whether `resume_now` will be called later."""
+        super().__init__(transport)
+        self._wait = wait
+
+    def resume_reading(self) -> None:
+        if self.read_paused and not self._wait():
+            self.resume_now()
+
+    def resume_now(self) -> None:
+        super().resume_reading()
+
+
+class AddressTurns:
+    """Connections that wait, in turns by address; those of one address in the order of coming."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[str | None, dict[HttpProtocol, None]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._waiting)
+
+    def add(self, connection: HttpProtocol) -> None:
+        self._waiting.setdefault(connection.address, {})[connection] = None
+
+    def discard(self, connection: HttpProtocol) -> None:
+        waiting = self._waiting.get(connection.address, {})
+        if connection in waiting:
+            del waiting[connection]
+            if not waiting:
+                del self._waiting[connection.address]
+
+    def take(self) -> HttpProtocol | None:
+        """The next one, which waits no longer; its address comes last from now on."""
+        if not self._waiting:
+            return None
+        address = next(iter(self._waiting))
+        waiting = self._waiting.pop(address)
+        connection = next(iter(waiting))
+        del waiting[connection]
+        if waiting:
+            self._waiting[address] = waiting
+        return connection
+
+
 class Connections:
     """The open connections, by address, and what was refused.
 
     What is dropped is read in turns by address, `DROPPED_BYTES_PER_SECOND` in all: who sends
     without end what is refused would else have more of the event loop than those who are served.
+    So is what large bodies have beyond `UNREAD_BODY_BYTES`, one read in each turn of the event
+    loop: whoever asks something small waits in each of its turns for no more than one.
     """
 
     def __init__(
@@ -494,9 +560,10 @@ class Connections:
         self.on_room: Callable[[], None] = lambda: None
         """Called when a connection has ended."""
         self._by_address: dict[str | None, dict[Connection, None]] = {}
-        self._dropping: dict[str | None, dict[HttpProtocol, None]] = {}
-        """Those that wait for a turn to read what is dropped, by address, in the order of turns."""
-        self._turn: asyncio.TimerHandle | None = None
+        self._dropping, self._reading = AddressTurns(), AddressTurns()
+        """Those that wait to read what is dropped, and the next part of a large body."""
+        self._drop_turn: asyncio.TimerHandle | None = None
+        self._read_turn: asyncio.Handle | None = None
         self._num_dropped = 0
         """Bytes, since the last turn."""
         counts = Counts() if counts is None else counts
@@ -519,40 +586,46 @@ class Connections:
         self.total += 1
         self._open.set(self.total)
 
-    def wait_for_turn(self, connection: HttpProtocol, num_dropped: int) -> None:
-        """Call its `read_rest` once its turn has come, unless it is removed before. It has just
+    def wait_to_drop(self, connection: HttpProtocol, num_dropped: int) -> None:
+        """Call its `read_in_turn` once its turn has come, unless it is removed before. It has just
         dropped so many bytes."""
         if num_dropped:
             self._num_dropped += max(num_dropped, LEAST_DROP_BYTES)
-        self._dropping.setdefault(connection.address, {})[connection] = None
-        if self._turn is None:
-            self._start_turn()
+        self._dropping.add(connection)
+        if self._drop_turn is None:
+            self._start_drop_turn()
 
-    def _start_turn(self) -> None:
+    def _start_drop_turn(self) -> None:
         """The next one comes when what was dropped since the last one has had its time."""
         seconds, self._num_dropped = self._num_dropped / DROPPED_BYTES_PER_SECOND, 0
-        self._turn = asyncio.get_running_loop().call_later(seconds, self._give_turn)
+        loop = asyncio.get_running_loop()
+        self._drop_turn = loop.call_later(seconds, self._give_drop_turn)
 
-    def _give_turn(self) -> None:
-        self._turn = None
-        if not self._dropping:
-            return
-        address = next(iter(self._dropping))
-        waiting = self._dropping.pop(address)
-        connection = next(iter(waiting))
-        del waiting[connection]
-        if waiting:
-            self._dropping[address] = waiting
+    def _give_drop_turn(self) -> None:
+        self._drop_turn = None
+        connection = self._dropping.take()
         if self._dropping:
-            self._start_turn()
-        connection.read_rest()
+            self._start_drop_turn()
+        if connection is not None:
+            connection.read_in_turn()
 
-    def _leave_turns(self, connection: HttpProtocol) -> None:
-        waiting = self._dropping.get(connection.address, {})
-        if connection in waiting:
-            del waiting[connection]
-            if not waiting:
-                del self._dropping[connection.address]
+    def wait_to_read(self, connection: HttpProtocol) -> None:
+        """Call its `read_in_turn` once its turn has come, unless it is removed before."""
+        self._reading.add(connection)
+        if self._read_turn is None:
+            self._read_turn = asyncio.get_running_loop().call_soon(self._give_read_turn)
+
+    def _give_read_turn(self) -> None:
+        self._read_turn = None
+        connection = self._reading.take()
+        if self._reading:
+            self._read_turn = asyncio.get_running_loop().call_soon(self._give_read_turn)
+        if connection is not None:
+            connection.read_in_turn()
+
+    def leave_turns(self, connection: HttpProtocol) -> None:
+        self._dropping.discard(connection)
+        self._reading.discard(connection)
 
     def remove(self, connection: Connection) -> None:
         held = self._by_address.get(connection.address, {})
@@ -564,7 +637,7 @@ class Connections:
             if not held:
                 del self._by_address[connection.address]
             if isinstance(connection, HttpProtocol):
-                self._leave_turns(connection)
+                self.leave_turns(connection)
             self.on_room()
 
     def replace(self, old: Connection, new: Connection) -> None:

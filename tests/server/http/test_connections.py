@@ -491,6 +491,61 @@ def test_what_follows_a_refusal_is_read_in_turns_by_address():
     on_connections(scenario)
 
 
+class Bodies:
+    """An application that reads bodies, and notes whose parts come."""
+
+    def __init__(self):
+        self.parts = []
+
+    async def __call__(self, scope, receive, send):
+        more = True
+        while more:
+            message = await receive()
+            more = message.get("more_body", False)
+            self.parts.append(scope["path"])
+        if message["type"] == "http.request":
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body", "body": b"ok"})
+
+
+def upload(path):
+    return b"POST %b HTTP/1.1\r\nHost: x\r\nContent-Length: 100000000\r\n\r\n" % path
+
+
+def test_large_bodies_are_read_once_in_each_turn_of_the_event_loop():
+    """Whose address has fewer of them comes at least as often."""
+
+    async def scenario(running):
+        running.app = Bodies()
+        begun = b"a" * (UNREAD_BODY_BYTES + 1)
+        many = [endless(running, "many", upload(b"/many") + begun)[1] for _ in range(6)]
+        _, one = endless(running, "one", upload(b"/one") + begun)
+        await settle()
+        before = [wire.num_reads for wire in (*many, one)]
+        turns = 200
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        reads = [w.num_reads - read for w, read in zip((*many, one), before, strict=True)]
+        assert turns / 4 <= sum(reads) <= turns + 1
+        assert reads[-1] >= max(reads[:-1])
+
+    on_connections(scenario)
+
+
+def test_the_beginning_of_a_body_waits_for_no_turn():
+    async def scenario(running):
+        running.app = Bodies()
+        for _ in range(3):
+            endless(running, "many", upload(b"/many") + b"a" * (UNREAD_BODY_BYTES + 1))
+        protocol, wire = running.connect()
+        protocol.data_received(POST.replace(b"100000", b"200000") + b"a" * 200_000)
+        await settle()
+        assert b"200 OK" in wire.written
+        assert not protocol.flow.read_paused
+
+    on_connections(scenario)
+
+
 def test_a_connection_that_is_lost_while_it_waits_for_its_turn_has_none():
     async def scenario(running):
         gone = [endless(running, address, REFUSED) for address in ("many", "many", "one")]
