@@ -9,14 +9,14 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from importlib.util import find_spec
 from typing import Any, get_type_hints
 
 import msgspec
 
-from lookonce.cli.config_file import as_options, read_yaml
-from lookonce.cli.options import COMMA_SEPARATED, RENDER_OPTIONS
+from lookonce.cli.config_file import as_options, read_yaml, variable_of
+from lookonce.cli.options import COMMA_SEPARATED, GROUPS, RENDER_OPTIONS
 from lookonce.config import NANO, Options, resolve
 from lookonce.errors import ConfigError, UnavailableError
 from lookonce.fleet.config import FleetConfig
@@ -43,6 +43,8 @@ OWN_OPTIONS = frozenset(
 
 RENDERING_OPTIONS = {*RENDER_OPTIONS, "response_store_gb"} - {"dtype", "lora", "mm_hash_algorithm"}
 """Of `lookonce serve`: what front-ends that render depend on. Engines tell the others."""
+ENGINE_OPTIONS = {*GROUPS["connections"], "vllm_metric_names", "log_format", "log_level"}
+"""Of these, what engines may have otherwise: no prompt and no answer depends on it."""
 
 
 def read_fleet(path: str | None, overrides: dict[str, Any]) -> FleetConfig:
@@ -108,9 +110,21 @@ def _group(where: str, given: dict[str, Any], overrides: dict[str, Any]) -> dict
         line += _as_arguments(name, value)
     group["options"] = line
     if renders:
+        _check_environment(where, group, parsed)
         given = {n: _typed(n, v) for n, v in parsed.items() if n in RENDERING_OPTIONS}
         group["renders"] = given
     return group
+
+
+def _check_environment(where: str, group: dict[str, Any], options: Collection[str]) -> None:
+    """Raises `ConfigError` for a variable by which engines, and they alone, would render."""
+    variables = {*os.environ, *(group.get("environment") or ())}
+    for name in sorted(RENDERING_OPTIONS - OWN_OPTIONS - ENGINE_OPTIONS - {*options}):
+        if variable_of(name) in variables:
+            raise ConfigError(
+                f"{where}: front-ends that render do not know {variable_of(name)} of the engines'"
+                f" environment; set {name.replace('_', '-')} among the model's options"
+            )
 
 
 def _add_adapters(where: str, groups: list[dict[str, Any]], lora: Iterable[str]) -> None:

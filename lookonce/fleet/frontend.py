@@ -454,6 +454,9 @@ class RendersPrompts(Protocol):
         """Answer a POST; `content`: its body, until an answer has begun. False: nothing was sent,
         and an engine has to get the request as it came."""
 
+    async def abort(self, tenant: str, request_ids: Sequence[str]) -> list[str]:
+        """Abort a tenant's requests that are rendered or answered here; those that there were."""
+
 
 class Frontend:
     """The ASGI application."""
@@ -737,6 +740,7 @@ class Frontend:
 
     async def _broadcast(self, exchange: _Exchange) -> None:
         """To all engines; the first error is answered, else what all aborted."""
+        aborting = exchange.path.endswith("abort_requests")
         aborted: list[str] = []
         held: EngineAnswerParts | None = None
         for member in self._fleet.ready():
@@ -747,11 +751,15 @@ class Frontend:
                 continue
             if held is None or held[0] == 200:
                 held = got
-            if got[0] == 200 and exchange.path.endswith("abort_requests"):
+            if got[0] == 200 and aborting:
                 aborted += msgspec.json.decode(got[2])["aborted"]
+        if self._rendering is not None and aborting and held is not None and held[0] == 200:
+            asked = msgspec.json.decode(exchange.content, type=_Aborts).request_ids
+            unknown = [each for each in asked if each not in aborted]  # to engines, yet
+            aborted += await self._rendering.abort(exchange.tenant, unknown)
         if held is None:
             await exchange.refuse(503, "no_engine", "no engine takes requests now")
-        elif held[0] == 200 and exchange.path.endswith("abort_requests"):
+        elif held[0] == 200 and aborting:
             await exchange.answer(200, held[1], msgspec.json.encode({"aborted": aborted}))
         else:
             await exchange.answer(*held)
@@ -1025,6 +1033,10 @@ def _adapter_name(body: bytes) -> str:
 
 class _NamesAdapter(msgspec.Struct):
     lora_name: str
+
+
+class _Aborts(msgspec.Struct):
+    request_ids: list[str]
 
 
 class _NotHeldError(Exception):

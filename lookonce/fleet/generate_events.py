@@ -118,9 +118,15 @@ _EVENT = msgspec.json.Decoder(GenerateEvent)
 
 async def events_of(answer: EngineAnswer) -> AsyncGenerator[GenerateEvent, None]:
     """Raises `EngineLostError`, and `RequestFailedError` for what is no event."""
-    rest = b""
+    parts: list[bytes] = []
+    """Of an event whose end has not come: one with a prompt's log-probabilities has many MB."""
     async for chunk in answer.chunks():
-        *events, rest = (rest + chunk).split(EVENT_END)
+        ends = EVENT_END in chunk or (chunk[:1] == b"\n" and parts and parts[-1][-1:] == b"\n")
+        parts.append(chunk)
+        if not ends:
+            continue
+        *events, rest = b"".join(parts).split(EVENT_END)
+        parts = [rest] if rest else []
         for event in events:
             data = event.removeprefix(DATA)
             if data != DONE:

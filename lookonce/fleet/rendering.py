@@ -14,7 +14,7 @@ import asyncio
 import logging
 import re
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +47,9 @@ logger = logging.getLogger("lookonce.fleet")
 PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"})
 RENDERED_ROUTES = [route for route in ROUTES if route.path in PATHS]
 STORING_PATH = "/v1/responses"
+COMPLETIONS_PATH = "/v1/completions"
+ANTHROPIC_PATH = "/v1/messages"
+"""It has neither `cache_salt` nor `mm_processor_kwargs`: such fields are passed over."""
 UNCARRIED = re.compile(
     rb'"(?:uuid|video_url|input_video|file_data|file_id|input_file|document|item_reference)"'
 )
@@ -70,23 +73,31 @@ class _Fields(msgspec.Struct):
 
     model: str | None = None
     stream: bool | None = None
+    prompt: msgspec.Raw = msgspec.Raw(b"null")
     cache_salt: str | None = None
-    mm_processor_kwargs: msgspec.Raw | None = None
+    mm_processor_kwargs: dict[str, Any] | None = None
     prompt_cache_key: str | None = None
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     max_output_tokens: int | None = None
     store: bool | None = None
     previous_response_id: str | None = None
-    conversation: msgspec.Raw | None = None
+    conversation: Any = None
 
     @property
     def limit_asked(self) -> bool:
         limits = (self.max_tokens, self.max_completion_tokens, self.max_output_tokens)
         return any(limit is not None for limit in limits)
 
+    @property
+    def has_several_prompts(self) -> bool:
+        with suppress(msgspec.MsgspecError):  # one text, or one list of token ids
+            return len(_PROMPTS.decode(self.prompt)) > 1
+        return False
+
 
 _FIELDS = msgspec.json.Decoder(_Fields)
+_PROMPTS = msgspec.json.Decoder(list[str | list[msgspec.Raw]])
 
 
 @dataclass(slots=True)
@@ -94,6 +105,7 @@ class _Served:
     """A model whose prompts are rendered here."""
 
     app: Application
+    services: Services
     engine: RoutedEngine
     stores: bool
     """Its engines store responses."""
@@ -125,7 +137,7 @@ class Rendering:
 
     async def wait_opened(self) -> None:
         """Until every model is opened, or cannot be."""
-        while any(not task.done() for task in self._tasks) and len(self._served) < len(self._tasks):
+        while sum(not task.done() for task in self._tasks) > len(self._served):
             self._opened.clear()
             await self._opened.wait()
 
@@ -145,6 +157,13 @@ class Rendering:
             self._served.pop(model.name, None)
             self._opened.set()
 
+    async def abort(self, tenant: str, request_ids: Sequence[str]) -> list[str]:
+        """Abort a tenant's requests that are rendered or answered here; those that there were."""
+        aborted: list[str] = []
+        for served in list(self._served.values()):
+            aborted += await served.services.abort(tenant, [*request_ids])
+        return aborted
+
     def _served_for(self, path: str, body: bytes) -> tuple[_Served, _Fields] | None:
         """None: the request goes to an engine as it came."""
         if not self._served or path not in PATHS:
@@ -158,6 +177,8 @@ class Rendering:
         served = self._served.get(told.model or "")
         if served is None or (fields.model is None and len(self._fleet.served_models()) > 1):
             return None
+        if path == COMPLETIONS_PATH and fields.has_several_prompts:
+            return None  # each would be a request of its own to the limits of a tenant
         if path == STORING_PATH and (
             (served.stores and fields.store is not False)
             or fields.previous_response_id is not None
@@ -186,14 +207,15 @@ class Rendering:
         if found is None:
             return False
         served, fields = found
+        salted = scope["path"] != ANTHROPIC_PATH
         request = ClientRequest(
             headers=[
                 *[each for each in headers if each[0] not in DROPPED_HEADERS],
                 (b"content-type", b"application/json"),
             ],
             stream=bool(fields.stream),
-            cache_salt=fields.cache_salt,
-            mm_processor_kwargs=fields.mm_processor_kwargs,
+            cache_salt=fields.cache_salt if salted else None,
+            mm_processor_kwargs=fields.mm_processor_kwargs if salted else None,
             session=dict(headers).get(b"x-session-id", b"").decode("latin-1")
             or fields.prompt_cache_key,
             limit_asked=fields.limit_asked,
@@ -275,7 +297,8 @@ async def open_served(
         renderer.token_cache = main.token_cache
         renderer.vocab_size = told.facts.vocab_size
         renderer.served_modalities = told.facts.modalities
-        engine = RoutedEngine(fleet, model.name, told, _model_info(model.name, told))
+        info = _model_info(model.name, told)
+        engine = RoutedEngine(fleet, told, info, config.media.max_body_bytes)
         services = Services(
             config=config,
             renderer=renderer,
@@ -295,7 +318,7 @@ async def open_served(
         await warm_up(services, app)
         logger.info("prompts of %s are rendered here", model.name)
         stores = config.server.responses.max_bytes > 0
-        yield _Served(app, engine, stores)
+        yield _Served(app, services, engine, stores)
 
 
 def _config_of(model: RenderedModel, told: Processor) -> Config:

@@ -50,6 +50,8 @@ from lookonce.types.sampling import SamplingParams
 
 GENERATE = "/inference/v1/generate"
 KV_TRANSFER = {"num_lmcache_extra_cached_tokens": 0}
+OTHER_BYTES = 8 << 20
+"""Left in a body for all but media: token ids, where media are, and their names."""
 OFF_LOOP_BYTES = 1 << 20
 """Media of more bytes are encoded in a thread."""
 YIELD_DELTAS = 64
@@ -64,7 +66,7 @@ class ClientRequest:
     """Those that engines get."""
     stream: bool = False
     cache_salt: str | None = None
-    mm_processor_kwargs: msgspec.Raw | None = None
+    mm_processor_kwargs: Mapping[str, Any] | None = None
     session: str | None = None
     limit_asked: bool = True
     """The client set the most tokens to generate."""
@@ -92,7 +94,7 @@ class GenerateBody(msgspec.Struct, kw_only=True, omit_defaults=True):
     token_ids: list[int]
     sampling_params: SamplingParams
     features: Features | None = None
-    mm_processor_kwargs: msgspec.Raw | None = None
+    mm_processor_kwargs: Mapping[str, Any] | None = None
     cache_salt: str | None = None
     kv_transfer_params: Mapping[str, Any] = {}
     stream: bool = False
@@ -132,10 +134,13 @@ class RoutedEngine(RenderOnlyEngine):
     """What renders and answers stands on this in the place of an `EngineClient`. Every call is made
     on behalf of `current_request`."""
 
-    def __init__(self, fleet: Fleet, name: str, processor: Processor, model: ModelInfo) -> None:
-        """`name`: of the model, for the router; `processor`: by which prompts are rendered."""
+    def __init__(
+        self, fleet: Fleet, processor: Processor, model: ModelInfo, max_body_bytes: int
+    ) -> None:
+        """`processor`: by which prompts are rendered; `max_body_bytes`: that engines take."""
         super().__init__()
-        self._fleet, self._name, self._model = fleet, name, model
+        self._fleet, self._model = fleet, model
+        self._max_media_bytes = max_body_bytes - OTHER_BYTES
         self.processor = processor
         self._running: dict[str, _Running] = {}
 
@@ -166,7 +171,7 @@ class RoutedEngine(RenderOnlyEngine):
         self, rendered: RenderedPrompt, sampling: SamplingParams, request_id: str
     ) -> AsyncGenerator[TokenDelta, None]:
         """Raises what the engine answered, `UnavailableError`, or `NotCarriedError`."""
-        _check_carried(rendered)
+        _check_carried(rendered, self._max_media_bytes)
         request = current_request.get()
         running = self._running[request_id] = _Running(set(range(sampling.n)))
         prompt = _Prompt(self, request, rendered, sampling, request_id, running)
@@ -388,10 +393,14 @@ class _Prompt:
                 item.given_back = None
 
 
-def _check_carried(rendered: RenderedPrompt) -> None:
-    """Films and pages are made of a file, which is no item's own. Raises `NotCarriedError`."""
-    if not all(map(_is_carried, rendered.items)):
+def _check_carried(rendered: RenderedPrompt, most_bytes: int) -> None:
+    """Films and pages are made of a file, which is no item's own. Media that came by URL may be
+    more, in base64, than one body may have (`most_bytes`). Raises `NotCarriedError`."""
+    items = rendered.items
+    if not all(map(_is_carried, items)):
         raise NotCarriedError("media of this request are rendered by engines alone")
+    if sum((len(each.encoded or b"") + 2) // 3 * 4 for each in items) > most_bytes:
+        raise NotCarriedError("media of this request are more than one request carries")
 
 
 def _is_carried(item: RenderedItem) -> bool:

@@ -68,6 +68,24 @@ def test_front_ends_render_by_the_options_of_the_engines(tmp_path: Path) -> None
     assert plain.of_engines() == nano.of_engines()  # no engine is replaced
 
 
+def test_front_ends_do_not_render_by_an_environment_of_engines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They would make other prompts, and fetch from domains that engines may not."""
+    group = "{model: nano, renders: true, environment: {LOOKONCE_CHAT_TEMPLATE: x, A: b}"
+    with pytest.raises(ConfigError, match=r"models\[0\].*LOOKONCE_CHAT_TEMPLATE.*chat-template"):
+        read_fleet(written(tmp_path, f"models: [{group}}}]"), {})
+    told = read_fleet(written(tmp_path, f"models: [{group}, options: {{chat-template: y}}}}]"), {})
+    assert told.groups[0].renders == {"chat_template": "y"}
+    path = written(tmp_path, "models: [{model: nano, renders: true}]")
+    monkeypatch.setenv("LOOKONCE_LOG_LEVEL", "debug")
+    assert read_fleet(path, {}).groups[0].renders == {}
+    monkeypatch.setenv("LOOKONCE_ALLOWED_MEDIA_DOMAINS", "a.org")
+    with pytest.raises(ConfigError, match="LOOKONCE_ALLOWED_MEDIA_DOMAINS"):
+        read_fleet(path, {})
+    assert read_fleet(written(tmp_path, "models: [{model: nano}]"), {}).groups[0].renders is None
+
+
 def test_the_example_for_kuberay_is_a_fleet_that_its_service_finds() -> None:
     service, front_door = yaml.safe_load_all(EXAMPLE.read_text())
     serve = yaml.safe_load(service["spec"]["serveConfigV2"])

@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
+import numpy as np
 import pytest
+from PIL import Image
 
 from lookonce.cache.identity import item_key, media_hash, scope_digest
 from lookonce.config import EMBEDDED_MODELS, ITEM_TOPIC, NANO
 from lookonce.fleet.config import RenderedModel
+from lookonce.fleet.engine_http import EngineAnswer
+from lookonce.fleet.generate_events import events_of
 from lookonce.fleet.index import short
 from lookonce.fleet.subscriber import Added, Gone
 from lookonce.render.families.registry import load_family
@@ -34,6 +42,7 @@ WORDS = {89: "o", 82: "h", 83: "i"}
 """Tokens of the embedded model."""
 FACTS = {"max_model_len": 4096, "vocab_size": 1024, "modalities": ["image", "audio"]}
 GENERATE = "/inference/v1/generate"
+ABORT = "/inference/v1/abort_requests"
 CHAT = "/v1/chat/completions"
 
 
@@ -154,6 +163,153 @@ def test_engines_get_tokens_and_what_belongs_to_them(fleet: Fleet) -> None:
     fleet.ask("no limit")
     told = [each.json.get("shorten_max_tokens", False) for each in fleet.received]
     assert sorted(told) == [False, True]
+
+
+def test_arguments_of_the_processor_go_with_media(fleet: Fleet) -> None:
+    """Their names depend on them."""
+    arguments = {"max_pixels": 4000, "min_pixels": 3136}
+    content = [image_part(picture(("green", "circle"))), text_part("?")]
+    told = {}
+    for salted in (False, True):
+        fields = {"mm_processor_kwargs": arguments, "cache_salt": "x"} if salted else {}
+        assert text_of(fleet.ask(content, **fields)) == "hi"
+        (request,) = fleet.received
+        assert request.target == GENERATE
+        assert request.json.get("mm_processor_kwargs") == fields.get("mm_processor_kwargs")
+        told[salted] = request.json["features"]["mm_hashes"]["image"]
+        fleet = Fleet(fleet.frontend, fleet.fakes)
+    assert told[True] != told[False]
+
+
+def test_fields_that_anthropics_messages_do_not_have_are_passed_over(fleet: Fleet) -> None:
+    fields = {"mm_processor_kwargs": {"max_pixels": 1}, "cache_salt": "x", "max_tokens": 4}
+    url = image_part(picture(("green", "square")))["image_url"]["url"]
+    source = {"type": "base64", "media_type": "image/png", "data": url.partition(",")[2]}
+    answer = fleet.ask([{"type": "image", "source": source}], "/v1/messages", **fields)
+    assert answer.status_code == 200
+    (request,) = fleet.received
+    assert request.target == GENERATE
+    assert not {"mm_processor_kwargs", "cache_salt"} & request.json.keys()
+
+
+def test_a_completion_of_several_prompts_stays_one_request(fleet: Fleet) -> None:
+    """An engine counts what it gets to the limits of a tenant."""
+    for prompt, target in (
+        ("a", GENERATE),
+        (["a"], GENERATE),
+        ([72, 73], GENERATE),
+        ([[72, 73]], GENERATE),
+        (["a", "b"], "/v1/completions"),
+        ([[72], [73]], "/v1/completions"),
+    ):
+        fleet = Fleet(fleet.frontend, fleet.fakes)
+        assert fleet.ask(path="/v1/completions", prompt=prompt).status_code == 200
+        assert [each.target for each in fleet.received] == [target]
+
+
+@pytest.mark.parametrize("size", range(1, 80))
+def test_events_are_read_wherever_they_are_cut(size: int) -> None:
+    sent = event(72) + event(73, end="stop") + b"data: [DONE]\n\n"
+
+    class Cut:
+        async def chunks(self) -> AsyncIterator[bytes]:
+            for at in range(0, len(sent), size):
+                yield sent[at : at + size]
+
+    async def read() -> list[list[int]]:
+        return [each.choices[0].token_ids async for each in events_of(cast(EngineAnswer, Cut()))]
+
+    assert asyncio.run(read()) == [[72], [73]]
+
+
+def test_a_model_that_cannot_be_opened_keeps_no_other_waiting() -> None:
+    fakes = [FakeEngine("a", model="gone"), FakeEngine("b")]
+    for fake in fakes:
+        fake.fingerprint, fake.facts, fake.answer = fingerprint().hex(), FACTS, generates(82, 83)
+    models = [RenderedModel(name="gone", model="/gone"), RenderedModel(name="nano", model=NANO)]
+    with running_frontend([], models, fakes=fakes) as frontend:
+        assert Fleet(frontend, fakes).ask().status_code == 200
+        assert [each.target for each in fakes[1].received] == [GENERATE]
+
+
+@contextmanager
+def serving(data: bytes, hold: threading.Event | None = None) -> Iterator[tuple[Any, Any]]:
+    """A content part by the URL of these bytes, which come once `hold` is set, and an event: they
+    were asked for."""
+    asked = threading.Event()
+
+    class Site(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.set()
+            if hold is not None:
+                hold.wait(30)
+            self.send_response(200)
+            self.send_header("content-length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Site) as site:
+        thread = threading.Thread(target=site.serve_forever)
+        thread.start()
+        try:
+            url = f"http://127.0.0.1:{site.server_address[1]}/it.png"
+            yield {"type": "image_url", "image_url": {"url": url}}, asked
+        finally:
+            site.shutdown()
+            thread.join()
+
+
+@contextmanager
+def fetching(**options: Any) -> Iterator[Fleet]:
+    """A front-end that fetches from this machine, before one engine."""
+    fake = FakeEngine("a", fingerprint=fingerprint().hex(), facts=FACTS)
+    options = {"allow_private_media": True} | options
+    models = [RenderedModel(name="nano", model=NANO, options=options)]
+    with running_frontend([], models, fakes=[fake]) as frontend:
+        yield Fleet(frontend, [fake])
+
+
+def test_a_request_that_no_engine_has_yet_is_aborted_here() -> None:
+    """It waits for a picture. An engine knows nothing of it."""
+
+    async def knows_none(
+        engine: FakeEngine, request: Received, writer: asyncio.StreamWriter
+    ) -> None:
+        if request.target == ABORT:
+            reply(writer, 200, {"aborted": []})
+        else:
+            await generates(82)(engine, request, writer)
+
+    go_on = threading.Event()
+    shown = encoded(picture(("red", "square")))
+    with (
+        fetching() as fleet,
+        ThreadPoolExecutor(1) as thread,
+        serving(shown, hold=go_on) as (part, asked),
+    ):
+        fleet.answered_by(knows_none)
+        answered = thread.submit(fleet.ask, [part])
+        try:
+            assert asked.wait(30)
+            ids = {"request_ids": ["mine", "another"]}
+            told = httpx.post(fleet.frontend.url + ABORT, json=ids)
+            assert told.json() == {"aborted": ["mine"]}
+        finally:
+            go_on.set()
+        (choice,) = answered.result(30).json()["choices"]
+        assert choice["finish_reason"] == "abort"
+        assert [each.target for each in fleet.received] == [ABORT]
+
+
+def test_more_media_than_a_body_takes_are_fetched_by_engines() -> None:
+    noise = np.random.default_rng(0).integers(0, 256, (600, 800, 3), dtype=np.uint8)
+    data = encoded(Image.fromarray(noise))
+    options = {"max_media_bytes": len(data), "limit_mm_per_prompt": "image=16"}
+    with fetching(**options) as fleet, serving(data) as (part, _):
+        for number, target in ((1, GENERATE), (14, CHAT)):
+            fleet = Fleet(fleet.frontend, fleet.fakes)
+            assert fleet.ask([part] * number).status_code == 200
+            assert [each.target for each in fleet.received] == [target]
 
 
 def test_a_stop_string_is_found_here_and_ends_the_stream_at_the_engine(fleet: Fleet) -> None:

@@ -141,6 +141,10 @@ CHATS = {
     "a salt": chat(
         [image_part(picture(("red", "circle"))), text_part("What?")], cache_salt="apart"
     ),
+    "arguments of the processor": chat(
+        [image_part(picture(("red", "circle"), side=100)), text_part("What?")],
+        mm_processor_kwargs={"max_pixels": 4000, "min_pixels": 3136},
+    ),
     "a uuid": chat([{**image_part(picture(("green", "circle"))), "uuid": "it"}]),
 }
 
