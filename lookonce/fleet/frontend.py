@@ -62,7 +62,8 @@ from lookonce.frontend.responses import ErrorBody, ErrorResponse
 from lookonce.server.http.api_keys import KeyRing
 from lookonce.server.http.connections import WRITE_NOW
 from lookonce.server.http.headers import header
-from lookonce.server.http.request_guard import RequestGuard
+from lookonce.server.http.multipart import field_of
+from lookonce.server.http.request_guard import FILE_PATHS, FORM_TYPES, RequestGuard
 from lookonce.server.http.responses import encode, error_response, error_type
 from lookonce.types.held_bytes import HeldBytes, TenantBytes
 from lookonce.types.lora import LoRAIdentity
@@ -566,10 +567,14 @@ class Frontend:
         )
 
     def _identify(self, exchange: _Exchange, body: bytes) -> tuple[str, Identity]:
-        """The request's id and what it refers to; of what is no JSON, nothing."""
+        """The request's id and what it refers to; of a form, its model alone, and of what is no
+        JSON, nothing. Engines take what is no form for JSON, whatever its type."""
         if exchange.method == "GET" and exchange.path.startswith(MODEL_PATH):
             return exchange.request_id, Identity(exchange.path.removeprefix(MODEL_PATH))
-        if not body or not exchange.header(b"content-type").startswith("application/json"):
+        sent_as = exchange.header(b"content-type")
+        if exchange.path in FILE_PATHS:
+            return exchange.request_id, Identity(field_of(body, sent_as, "model"))
+        if not body or sent_as.partition(";")[0].strip().lower() in FORM_TYPES:
             return exchange.request_id, Identity()
         session = exchange.header(b"x-session-id") or None
         given, identity = identify_body(body, exchange.tenant, self._fleet.processor_of, session)

@@ -377,6 +377,31 @@ async def test_models_are_listed_and_served_by_name() -> None:
         assert "nano, other" in missing.json()["error"]["message"]
 
 
+@pytest.mark.parametrize("named_first", [True, False])
+async def test_a_form_goes_to_the_model_that_it_names(named_first: bool) -> None:
+    sound = ("file", ("a.wav", b'\r\n--x\r\nname="model"\r\n\r\nnano' * 1000))
+    fields = [("model", (None, "ear")), ("response_format", (None, "text"))]
+    form: Any = [*fields, sound] if named_first else [sound, *fields]
+    async with serving(FakeEngine("a"), FakeEngine("b", model="ear")) as served:
+        for path in ("transcriptions", "translations"):
+            answer = await served.client.post(f"/v1/audio/{path}", files=form)
+            assert answer.json()["engine"] == "b"
+        form[form.index(fields[0])] = ("model", (None, "third"))
+        missing = await served.client.post("/v1/audio/transcriptions", files=form)
+        assert missing.status_code == 404
+        assert "ear, nano" in missing.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("sent_as", ["Application/JSON; charset=utf-8", "application/x-mine", None])
+async def test_what_is_no_form_is_read_as_json(sent_as: str | None) -> None:
+    headers = {} if sent_as is None else {"content-type": sent_as}
+    async with serving(FakeEngine("a"), FakeEngine("b", model="other")) as served:
+        answer = await served.client.post(
+            "/v1/chat/completions", content=b'{"model": "other"}', headers=headers
+        )
+        assert answer.json()["engine"] == "b"
+
+
 async def test_adapters_are_listed_and_asked_for_where_they_are() -> None:
     engines = FakeEngine("a"), FakeEngine("b", adapters={"invoices": "11" * 32})
     async with serving(*engines) as served:
