@@ -201,6 +201,8 @@ def run_fleet(path: str | None, overrides: dict[str, Any]) -> int:
                 f"a fleet needs {module}, which is not installed: pip install 'lookonce[fleet]'"
             )
     configure_logging("fleet", resolve(Options()).logs)
+    # Ray leaves out lines that differ in numbers alone: of engines' logs those of other requests.
+    os.environ.setdefault("RAY_DEDUP_LOGS", "0")
     from lookonce.fleet.deploy import RunningFleet
 
     asked = threading.Event()

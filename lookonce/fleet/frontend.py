@@ -64,7 +64,14 @@ from lookonce.server.http.connections import WRITE_NOW
 from lookonce.server.http.headers import header
 from lookonce.server.http.multipart import field_of
 from lookonce.server.http.request_guard import FILE_PATHS, FORM_TYPES, RequestGuard
-from lookonce.server.http.responses import encode, error_response, error_type
+from lookonce.server.http.responses import (
+    ANTHROPIC_PATHS,
+    anthropic_error_of,
+    encode,
+    error_response,
+    error_shape,
+    error_type,
+)
 from lookonce.types.held_bytes import HeldBytes, TenantBytes
 from lookonce.types.lora import LoRAIdentity
 
@@ -93,6 +100,20 @@ OTHER_EVENTS = 3
 STORED_ID = re.compile(rb'"id"\s*:\s*"((?:resp|conv)_[^"]{1,200})"')
 STORED_PATH = re.compile(r"/v1/(?:responses|conversations)/((?:resp|conv)_[^/]+)(?:/.*)?")
 STORING_PATHS = frozenset({"/v1/responses", "/v1/conversations"})
+GENERATING_PATHS = frozenset({"/v1/chat/completions", "/v1/completions"})
+MODEL_PATHS = frozenset(
+    {
+        *GENERATING_PATHS,
+        *(f"{path}/render" for path in GENERATING_PATHS),
+        *ANTHROPIC_PATHS,
+        *FILE_PATHS,
+        *("/v1/responses", "/v1/responses/input_tokens", "/v1/embeddings", "/pooling"),
+        *("/v1/score", "/score", "/v1/rerank", "/v2/rerank", "/rerank"),
+        *("/tokenize", "/detokenize", "/invocations"),
+        *("/inference/v1/generate", "/inference/v1/media_cache", "/v1/realtime"),
+    }
+)
+"""What each model answers in its own way."""
 NAMING_PATHS = frozenset({"/v1/chat/completions"})
 """Nothing of these requests is stored, so a picture's name may take its place."""
 BROADCAST_PATHS = frozenset(
@@ -113,6 +134,7 @@ MODEL_PATH = "/v1/models/"
 OWN_PATHS = frozenset({"/health", "/ping", "/ready", "/metrics", "/fleet"})
 CLIENT_LEFT_STATUS = 499
 ENGINE_LOST = "the engine was lost"
+ORIGIN = re.compile(rb"\Ahttps?://[^/]*")
 REFUSAL_HEADERS = frozenset({"content-type", "www-authenticate", "retry-after", "x-request-id"})
 """Of an engine's answer to a WebSocket's handshake that it refuses, which clients get."""
 METRICS_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
@@ -501,7 +523,7 @@ class Frontend:
         except _ClientLeft:
             exchange.status = exchange.status or CLIENT_LEFT_STATUS
         except LookOnceError as error:
-            response = error_response(error)
+            response = error_response(error, error_shape(exchange.path))
             await exchange.answer(response.status_code, response.raw_headers, bytes(response.body))
         except Exception:
             logger.exception("a request failed")
@@ -573,15 +595,31 @@ class Frontend:
             return exchange.request_id, Identity(exchange.path.removeprefix(MODEL_PATH))
         sent_as = exchange.header(b"content-type")
         if exchange.path in FILE_PATHS:
-            return exchange.request_id, Identity(field_of(body, sent_as, "model"))
+            identity = Identity(field_of(body, sent_as, "model"))
+            if identity.model is None:
+                self._check_unnamed(exchange.path)
+            return exchange.request_id, identity
         if not body or sent_as.partition(";")[0].strip().lower() in FORM_TYPES:
             return exchange.request_id, Identity()
         session = exchange.header(b"x-session-id") or None
         given, identity = identify_body(body, exchange.tenant, self._fleet.processor_of, session)
+        if given and given.get("model") is None and identity.stored is None:
+            self._check_unnamed(exchange.path)
         named = given.get("request_id")
         if isinstance(named, str) and REQUEST_ID.fullmatch(named):
             return named, identity
         return exchange.request_id, identity
+
+    def _check_unnamed(self, path: str) -> None:
+        """Raises `BadRequestError` where a request names none of several models: which one would
+        answer would depend on their load."""
+        served = sorted(self._fleet.served_models())
+        if path in MODEL_PATHS and len(served) > 1:
+            raise BadRequestError(
+                f"model: several are served here; name one of {', '.join(served)}",
+                param="model",
+                code="invalid_value",
+            )
 
     async def _route(self, exchange: _Exchange, request_id: str, identity: Identity) -> None:
         """To the engine of the router's choice. Where that one refuses, to another; where it is
@@ -924,6 +962,8 @@ class Frontend:
         try:
             self._guard.admit(scope)
             named = parse_qs(scope["query_string"].decode("latin-1")).get("model", [""])[0]
+            if not named and self._is_known(scope):
+                self._check_unnamed(exchange.path)
             known = named in self._fleet.router.models()  # of others engines say what is wrong
             identity = Identity(named if known else None)
             route = self._fleet.router.route(exchange.request_id, identity)
@@ -975,6 +1015,13 @@ class Frontend:
         finally:
             self.active -= 1
             self._fleet.router.ended(exchange.request_id, route)
+
+    def _is_known(self, scope: Scope) -> bool:
+        """Whether a request has a key that is valid; engines refuse it otherwise."""
+        with contextlib.suppress(UnauthorizedError):
+            self._keys.principal(scope)
+            return True
+        return False
 
 
 async def _deny(scope: Scope, receive: Receive, send: Send, response: Response) -> None:
@@ -1158,7 +1205,13 @@ class _Exchange:
 
     async def begin(self, answer: EngineAnswer) -> None:
         self._streams = (b"content-type", b"text/event-stream; charset=utf-8") in answer.headers
-        await self._start(answer.status, answer.headers)
+        headers = answer.headers
+        if 300 <= answer.status < 400:  # an engine knows nothing of where clients reach it
+            headers = [
+                (name, ORIGIN.sub(b"", value, count=1) if name == b"location" else value)
+                for name, value in headers
+            ]
+        await self._start(answer.status, headers)
 
     def write_now(self, chunk: bytes) -> bool:
         """Write a part of an answer that has begun, if that needs no waiting."""
@@ -1199,7 +1252,8 @@ class _Exchange:
         if self.begun:
             if not self._streams:
                 raise _ClientLeft
-            await self.write(b"data: " + body + b"\n\n")
+            name = b"event: error\n" if self.path in ANTHROPIC_PATHS else b""
+            await self.write(name + b"data: " + body + b"\n\n")
             await self.end()
             return
         kept = [each for each in headers if each[0] != b"content-length"]
@@ -1210,11 +1264,13 @@ class _Exchange:
         await self._send({"type": "http.response.body", "body": body})
 
     async def refuse(self, status: int, code: str, message: str, param: str | None = None) -> None:
-        body = encode(ErrorResponse(ErrorBody(message, error_type(status), param, code)))
+        if self.path in ANTHROPIC_PATHS:
+            body = encode(anthropic_error_of(status, message))
+        else:
+            body = encode(ErrorResponse(ErrorBody(message, error_type(status), param, code)))
         headers = [(b"content-type", b"application/json")]
         if status == 503:
             headers.append((b"retry-after", b"1"))
-        headers.append((b"x-request-id", self.request_id.encode("latin-1")))
         await self.answer(status, headers, body)
 
     async def _start(self, status: int, headers: Headers) -> None:
@@ -1223,6 +1279,9 @@ class _Exchange:
         if self.held_bytes is not None:
             self.held_bytes.give_all()
         kept = [each for each in headers if each[0] not in HOP_BY_HOP and each[0] != b"date"]
+        if not any(name == b"x-request-id" for name, _ in kept):  # it is the front-end's own answer
+            names = (b"x-request-id", b"request-id")[: 1 + (self.path in ANTHROPIC_PATHS)]
+            kept += [(name, self.request_id.encode("latin-1")) for name in names]
         await self._send(
             {
                 "type": "http.response.start",
