@@ -125,6 +125,8 @@ BROADCAST_PATHS = frozenset(
     }
 )
 """POSTs that every engine gets."""
+SUMMED_PATHS = frozenset({"/load", "/savings"})
+"""GETs whose figures are those of all engines together."""
 LOAD_ADAPTER = "/v1/load_lora_adapter"
 LOAD_TIMEOUT = 300.0
 LOAD_HEADERS: Headers = [(b"content-type", b"application/json")]
@@ -560,6 +562,8 @@ class Frontend:
         method, path = exchange.method, exchange.path
         if path == "/v1/models" and method == "GET":
             await self._models(exchange)
+        elif method == "GET" and path in SUMMED_PATHS:
+            await self._sum(exchange)
         elif method == "POST" and path in BROADCAST_PATHS:
             await self._broadcast(exchange)
         elif method == "POST" and path in ADAPTER_PATHS:
@@ -796,6 +800,27 @@ class Frontend:
             await exchange.refuse(503, "no_engine", "no engine takes requests now")
         elif held[0] == 200 and exchange.path.endswith("abort_requests"):
             await exchange.answer(200, held[1], msgspec.json.encode({"aborted": aborted}))
+        else:
+            await exchange.answer(*held)
+
+    async def _sum(self, exchange: _Exchange) -> None:
+        """The figures of all engines that answer, added; the first error where none does."""
+        told: list[dict[str, Any]] = []
+        held: EngineAnswerParts | None = None
+        for member in self._fleet.ready():
+            try:
+                async with exchange.asking(member, exchange.request_id) as answer:
+                    got = answer.status, answer.headers, await answer.body()
+            except EngineLostError:
+                continue
+            if got[0] == 200:
+                told.append(msgspec.json.decode(got[2]))
+            if held is None or got[0] == 200:
+                held = got
+        if held is None:
+            await exchange.refuse(503, "no_engine", "no engine takes requests now")
+        elif told:
+            await exchange.answer(200, held[1], msgspec.json.encode(_added(told)))
         else:
             await exchange.answer(*held)
 
@@ -1065,6 +1090,20 @@ async def _relay(engine: Any, receive: Receive, send: Send) -> None:
         upward.cancel()
         with contextlib.suppress(asyncio.CancelledError, ConnectionClosed):
             await upward
+
+
+def _added(told: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Numbers are added, level by level; of all else, a day, only what the last has counts."""
+    last = {name: each for name, each in told[-1].items() if isinstance(each, str)}
+    told = [each for each in told if each.items() >= last.items()]
+    found: dict[str, Any] = {}
+    for name in dict.fromkeys(name for each in told for name in each):
+        values = [each[name] for each in told if name in each]
+        if isinstance(values[0], dict):
+            found[name] = _added(values)
+        else:
+            found[name] = values[0] if isinstance(values[0], str) else sum(values)
+    return found
 
 
 def _adapter_name(body: bytes) -> str:

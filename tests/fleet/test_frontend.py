@@ -373,6 +373,34 @@ async def test_aborts_reach_every_engine() -> None:
         assert response.json() == {"aborted": ["a", "b"]}
 
 
+async def test_what_was_saved_and_what_runs_is_told_of_all_engines() -> None:
+    saved = {
+        "a": {"day": "2026-01-31", "saved": {"media": 1, "media_seconds": 0.5}, "tenants": {}},
+        "b": {"day": "2026-02-01", "saved": {"media": 2, "media_seconds": 0.25}},
+        "c": {"day": "2026-02-01", "saved": {"media": 4, "media_seconds": 0.25}},
+    }
+    saved["b"]["tenants"] = {"one": {"media": 2}}
+    saved["c"]["tenants"] = {"one": {"media": 3}, "two": {"media": 1}}
+
+    async def tell(engine: FakeEngine, request: Received, writer: asyncio.StreamWriter) -> None:
+        if request.headers.get("authorization") == "Bearer wrong":
+            reply(writer, 401, {"error": {}})
+        else:
+            told = {"server_load": 2} if request.target == "/load" else saved[engine.name]
+            reply(writer, 200, told)
+
+    engines = [FakeEngine(name, answer=tell, model=f"of {name}") for name in "abc"]
+    async with serving(*engines) as served:
+        assert (await served.client.get("/load")).json() == {"server_load": 6}
+        assert (await served.client.get("/savings")).json() == {
+            "day": "2026-02-01",
+            "saved": {"media": 6, "media_seconds": 0.5},
+            "tenants": {"one": {"media": 5}, "two": {"media": 1}},
+        }
+        headers = {"authorization": "Bearer wrong"}
+        assert (await served.client.get("/savings", headers=headers)).status_code == 401
+
+
 async def test_models_are_listed_and_served_by_name() -> None:
     async with serving(FakeEngine("a"), FakeEngine("b", model="other")) as served:
         listed = (await served.client.get("/v1/models")).json()["data"]
