@@ -74,7 +74,8 @@ def fleet_of(where: str, content: dict[str, Any], overrides: dict[str, Any]) -> 
     try:
         config = msgspec.convert({**fields, **given, "groups": groups}, FleetConfig)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{where}: {error}") from None
+        told = str(error).replace("$.groups[", "models[").replace("`$.", "`")
+        raise ConfigError(f"{where}: {told}") from None
     for group in config.groups:
         if group.engines < 1:
             raise ConfigError(f"{where}: {group.name} needs at least 1 engine")
@@ -209,6 +210,9 @@ def run_fleet(path: str | None, overrides: dict[str, Any]) -> int:
     """Serve until SIGTERM or Ctrl-C; the exit status. Raises `ConfigError`, and `UnavailableError`
     where the engines do not start."""
     config = read_fleet(path, overrides)
+    # Ray leaves out lines that differ in numbers alone: of engines' logs those of other requests.
+    # It reads this where it is imported, which looking for `ray.serve` does.
+    os.environ.setdefault("RAY_DEDUP_LOGS", "0")
     for module in ("ray.serve", "zmq"):
         if not _is_installed(module):
             raise ConfigError(

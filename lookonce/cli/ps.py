@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 
@@ -21,7 +22,8 @@ PROC = Path("/proc")
 LISTENING = "0A"
 ACCEPTS = 0x10000
 SECONDS = 2.0
-COMMANDS = ("serve", "render")
+NO_ANSWER = "no answer"
+COMMANDS = ("serve", "render", "fleet")
 MODULE = "lookonce.cli.main"
 ENGINE_SOCKET = "/http"
 """What a fleet's engine listens on, in the folder of `fleet.deploy.Engine`."""
@@ -75,13 +77,16 @@ def find_servers(api_key: str | None = None) -> Iterator[Server]:
             age, memory = _seconds(pid), _memory(pid)
         except OSError:
             continue  # it has ended
-        url = urls[0] if urls else ""
-        url, status, model = _ask(url, api_key) if url else ("", "starting", "?")
+        url, status, model = "", "starting", "?"
+        for each in urls if command == "fleet" else urls[:1]:  # a fleet has ports of Ray, too
+            url, status, model = _ask(each, api_key)
+            if status != NO_ANSWER:
+                break
         yield Server(pid, command, url, model, status, age, memory)
 
 
 def command_of(arguments: list[str]) -> str | None:
-    """ "serve" or "render" for the arguments of such a process; None for all others."""
+    """ "serve", "render" or "fleet" for the arguments of such a process; None for all others."""
     for index, word in enumerate(arguments[:-1]):
         if index > 3:
             break
@@ -178,11 +183,16 @@ def _ask(url: str, api_key: str | None) -> tuple[str, str, str]:
             ) as client:
                 status = str(client.get("/ready").json()["status"])
                 listed = client.get("/v1/models")
-            model = str(listed.json()["data"][0]["id"]) if listed.status_code == 200 else "?"
+            model = _models(listed.json()) if listed.status_code == 200 else "?"
         except (httpx.HTTPError, ValueError, LookupError, TypeError, UnicodeEncodeError):
             continue
         return url if uds else each, status, model
-    return url, "no answer", "?"
+    return url, NO_ANSWER, "?"
+
+
+def _models(listed: Any) -> str:
+    """Without LoRA adapters."""
+    return ", ".join(str(each["id"]) for each in listed["data"] if each.get("parent") is None)
 
 
 def _seconds(pid: int) -> float:

@@ -62,8 +62,16 @@ from lookonce.frontend.responses import ErrorBody, ErrorResponse
 from lookonce.server.http.api_keys import KeyRing
 from lookonce.server.http.connections import WRITE_NOW
 from lookonce.server.http.headers import header
-from lookonce.server.http.request_guard import RequestGuard
-from lookonce.server.http.responses import encode, error_response, error_type
+from lookonce.server.http.multipart import field_of
+from lookonce.server.http.request_guard import FILE_PATHS, FORM_TYPES, RequestGuard
+from lookonce.server.http.responses import (
+    ANTHROPIC_PATHS,
+    anthropic_error_of,
+    encode,
+    error_response,
+    error_shape,
+    error_type,
+)
 from lookonce.types.held_bytes import HeldBytes, TenantBytes
 from lookonce.types.lora import LoRAIdentity
 
@@ -92,6 +100,20 @@ OTHER_EVENTS = 3
 STORED_ID = re.compile(rb'"id"\s*:\s*"((?:resp|conv)_[^"]{1,200})"')
 STORED_PATH = re.compile(r"/v1/(?:responses|conversations)/((?:resp|conv)_[^/]+)(?:/.*)?")
 STORING_PATHS = frozenset({"/v1/responses", "/v1/conversations"})
+GENERATING_PATHS = frozenset({"/v1/chat/completions", "/v1/completions"})
+MODEL_PATHS = frozenset(
+    {
+        *GENERATING_PATHS,
+        *(f"{path}/render" for path in GENERATING_PATHS),
+        *ANTHROPIC_PATHS,
+        *FILE_PATHS,
+        *("/v1/responses", "/v1/responses/input_tokens", "/v1/embeddings", "/pooling"),
+        *("/v1/score", "/score", "/v1/rerank", "/v2/rerank", "/rerank"),
+        *("/tokenize", "/detokenize", "/invocations"),
+        *("/inference/v1/generate", "/inference/v1/media_cache", "/v1/realtime"),
+    }
+)
+"""What each model answers in its own way."""
 NAMING_PATHS = frozenset({"/v1/chat/completions"})
 """Nothing of these requests is stored, so a picture's name may take its place."""
 BROADCAST_PATHS = frozenset(
@@ -103,6 +125,8 @@ BROADCAST_PATHS = frozenset(
     }
 )
 """POSTs that every engine gets."""
+SUMMED_PATHS = frozenset({"/load", "/savings"})
+"""GETs whose figures are those of all engines together."""
 LOAD_ADAPTER = "/v1/load_lora_adapter"
 LOAD_TIMEOUT = 300.0
 LOAD_HEADERS: Headers = [(b"content-type", b"application/json")]
@@ -112,6 +136,7 @@ MODEL_PATH = "/v1/models/"
 OWN_PATHS = frozenset({"/health", "/ping", "/ready", "/metrics", "/fleet"})
 CLIENT_LEFT_STATUS = 499
 ENGINE_LOST = "the engine was lost"
+ORIGIN = re.compile(rb"\Ahttps?://[^/]*")
 REFUSAL_HEADERS = frozenset({"content-type", "www-authenticate", "retry-after", "x-request-id"})
 """Of an engine's answer to a WebSocket's handshake that it refuses, which clients get."""
 METRICS_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
@@ -503,7 +528,7 @@ class Frontend:
         except _ClientLeft:
             exchange.status = exchange.status or CLIENT_LEFT_STATUS
         except LookOnceError as error:
-            response = error_response(error)
+            response = error_response(error, error_shape(exchange.path))
             await exchange.answer(response.status_code, response.raw_headers, bytes(response.body))
         except Exception:
             logger.exception("a request failed")
@@ -540,6 +565,8 @@ class Frontend:
         method, path = exchange.method, exchange.path
         if path == "/v1/models" and method == "GET":
             await self._models(exchange)
+        elif method == "GET" and path in SUMMED_PATHS:
+            await self._sum(exchange)
         elif method == "POST" and path in BROADCAST_PATHS:
             await self._broadcast(exchange)
         elif method == "POST" and path in ADAPTER_PATHS:
@@ -569,17 +596,37 @@ class Frontend:
         )
 
     def _identify(self, exchange: _Exchange, body: bytes) -> tuple[str, Identity]:
-        """The request's id and what it refers to; of what is no JSON, nothing."""
+        """The request's id and what it refers to; of a form, its model alone, and of what is no
+        JSON, nothing. Engines take what is no form for JSON, whatever its type."""
         if exchange.method == "GET" and exchange.path.startswith(MODEL_PATH):
             return exchange.request_id, Identity(exchange.path.removeprefix(MODEL_PATH))
-        if not body or not exchange.header(b"content-type").startswith("application/json"):
+        sent_as = exchange.header(b"content-type")
+        if exchange.path in FILE_PATHS:
+            identity = Identity(field_of(body, sent_as, "model"))
+            if identity.model is None:
+                self._check_unnamed(exchange.path)
+            return exchange.request_id, identity
+        if not body or sent_as.partition(";")[0].strip().lower() in FORM_TYPES:
             return exchange.request_id, Identity()
         session = exchange.header(b"x-session-id") or None
         given, identity = identify_body(body, exchange.tenant, self._fleet.processor_of, session)
+        if given and given.get("model") is None and identity.stored is None:
+            self._check_unnamed(exchange.path)
         named = given.get("request_id")
         if isinstance(named, str) and REQUEST_ID.fullmatch(named):
             return named, identity
         return exchange.request_id, identity
+
+    def _check_unnamed(self, path: str) -> None:
+        """Raises `BadRequestError` where a request names none of several models: which one would
+        answer would depend on their load."""
+        served = sorted(self._fleet.served_models())
+        if path in MODEL_PATHS and len(served) > 1:
+            raise BadRequestError(
+                f"model: several are served here; name one of {', '.join(served)}",
+                param="model",
+                code="invalid_value",
+            )
 
     async def _route(self, exchange: _Exchange, request_id: str, identity: Identity) -> None:
         """To the engine of the router's choice. Where that one refuses, to another; where it is
@@ -764,6 +811,27 @@ class Frontend:
         else:
             await exchange.answer(*held)
 
+    async def _sum(self, exchange: _Exchange) -> None:
+        """The figures of all engines that answer, added; the first error where none does."""
+        told: list[dict[str, Any]] = []
+        held: EngineAnswerParts | None = None
+        for member in self._fleet.ready():
+            try:
+                async with exchange.asking(member, exchange.request_id) as answer:
+                    got = answer.status, answer.headers, await answer.body()
+            except EngineLostError:
+                continue
+            if got[0] == 200:
+                told.append(msgspec.json.decode(got[2]))
+            if held is None or got[0] == 200:
+                held = got
+        if held is None:
+            await exchange.refuse(503, "no_engine", "no engine takes requests now")
+        elif told:
+            await exchange.answer(200, held[1], msgspec.json.encode(_added(told)))
+        else:
+            await exchange.answer(*held)
+
     async def _change_adapters(self, exchange: _Exchange, body: bytes) -> None:
         """To all engines, whether or not the client stays: otherwise some would have it, and others
         not. Those that were started without `--lora-dir` (403) are left out, as long as there are
@@ -927,6 +995,8 @@ class Frontend:
         try:
             self._guard.admit(scope)
             named = parse_qs(scope["query_string"].decode("latin-1")).get("model", [""])[0]
+            if not named and self._is_known(scope):
+                self._check_unnamed(exchange.path)
             known = named in self._fleet.router.models()  # of others engines say what is wrong
             identity = Identity(named if known else None)
             route = self._fleet.router.route(exchange.request_id, identity)
@@ -979,6 +1049,13 @@ class Frontend:
             self.active -= 1
             self._fleet.router.ended(exchange.request_id, route)
 
+    def _is_known(self, scope: Scope) -> bool:
+        """Whether a request has a key that is valid; engines refuse it otherwise."""
+        with contextlib.suppress(UnauthorizedError):
+            self._keys.principal(scope)
+            return True
+        return False
+
 
 async def _deny(scope: Scope, receive: Receive, send: Send, response: Response) -> None:
     """Answer a WebSocket's handshake with an error."""
@@ -1021,6 +1098,20 @@ async def _relay(engine: Any, receive: Receive, send: Send) -> None:
         upward.cancel()
         with contextlib.suppress(asyncio.CancelledError, ConnectionClosed):
             await upward
+
+
+def _added(told: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Numbers are added, level by level; of all else, a day, only what the last has counts."""
+    last = {name: each for name, each in told[-1].items() if isinstance(each, str)}
+    told = [each for each in told if each.items() >= last.items()]
+    found: dict[str, Any] = {}
+    for name in dict.fromkeys(name for each in told for name in each):
+        values = [each[name] for each in told if name in each]
+        if isinstance(values[0], dict):
+            found[name] = _added(values)
+        else:
+            found[name] = values[0] if isinstance(values[0], str) else sum(values)
+    return found
 
 
 def _adapter_name(body: bytes) -> str:
@@ -1165,7 +1256,13 @@ class _Exchange:
 
     async def begin(self, answer: EngineAnswer) -> None:
         self._streams = (b"content-type", b"text/event-stream; charset=utf-8") in answer.headers
-        await self._start(answer.status, answer.headers)
+        headers = answer.headers
+        if 300 <= answer.status < 400:  # an engine knows nothing of where clients reach it
+            headers = [
+                (name, ORIGIN.sub(b"", value, count=1) if name == b"location" else value)
+                for name, value in headers
+            ]
+        await self._start(answer.status, headers)
 
     def write_now(self, chunk: bytes) -> bool:
         """Write a part of an answer that has begun, if that needs no waiting."""
@@ -1206,7 +1303,8 @@ class _Exchange:
         if self.begun:
             if not self._streams:
                 raise _ClientLeft
-            await self.write(b"data: " + body + b"\n\n")
+            name = b"event: error\n" if self.path in ANTHROPIC_PATHS else b""
+            await self.write(name + b"data: " + body + b"\n\n")
             await self.end()
             return
         kept = [each for each in headers if each[0] != b"content-length"]
@@ -1217,11 +1315,13 @@ class _Exchange:
         await self._send({"type": "http.response.body", "body": body})
 
     async def refuse(self, status: int, code: str, message: str, param: str | None = None) -> None:
-        body = encode(ErrorResponse(ErrorBody(message, error_type(status), param, code)))
+        if self.path in ANTHROPIC_PATHS:
+            body = encode(anthropic_error_of(status, message))
+        else:
+            body = encode(ErrorResponse(ErrorBody(message, error_type(status), param, code)))
         headers = [(b"content-type", b"application/json")]
         if status == 503:
             headers.append((b"retry-after", b"1"))
-        headers.append((b"x-request-id", self.request_id.encode("latin-1")))
         await self.answer(status, headers, body)
 
     async def _start(self, status: int, headers: Headers) -> None:
@@ -1230,6 +1330,9 @@ class _Exchange:
         if self.held_bytes is not None:
             self.held_bytes.give_all()
         kept = [each for each in headers if each[0] not in HOP_BY_HOP and each[0] != b"date"]
+        if not any(name == b"x-request-id" for name, _ in kept):  # it is the front-end's own answer
+            names = (b"x-request-id", b"request-id")[: 1 + (self.path in ANTHROPIC_PATHS)]
+            kept += [(name, self.request_id.encode("latin-1")) for name in names]
         await self._send(
             {
                 "type": "http.response.start",

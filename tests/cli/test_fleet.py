@@ -137,7 +137,7 @@ def test_adapters_are_named_on_the_command_line_or_among_a_models_options(
         ("models: [{options: {port: 2}}]", "does not take port"),
         ("models: [{model: nano}, {model: x, name: nano}]", "two models have one name"),
         ("models: [{engines: 0}]", "at least 1 engine"),
-        ("models: [{engines: many}]", "engines"),
+        ("models: [{engines: many}]", r"got `str` - at `models\[0\].engines`"),
         ("models: [{engines: 3, max_engines: 2}]", "more engines than max_engines"),
         ("models: [{target_wait: 0}]", "target_wait of nano is above 0"),
         ("models: []", "models names no model"),

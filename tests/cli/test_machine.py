@@ -105,6 +105,7 @@ def test_a_device_counts_where_torch_can_use_it(monkeypatch, devices, built, sta
         (["/x/bin/python", "/x/bin/lookonce", "serve", "m"], "serve"),
         (["python", "-m", "lookonce.cli.main", "render"], "render"),
         (["python", "-P", "-m", "lookonce.cli.main", "serve"], "serve"),
+        (["/x/bin/python", "/x/bin/lookonce", "fleet", "fleet.yaml"], "fleet"),
         (["/x/bin/lookonce", "chat", "serve"], None),
         (["grep", "lookonce"], None),
         (["vim", "lookonce.cli.main", "serve"], None),

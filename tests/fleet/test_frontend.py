@@ -276,7 +276,8 @@ async def test_an_engine_that_says_503_is_replaced_and_the_last_answer_stays() -
         assert [len(engine.received) for engine in engines] == [1, 1, 1]
 
 
-async def test_a_death_in_the_middle_ends_its_own_stream_with_an_error() -> None:
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages"])
+async def test_a_death_in_the_middle_ends_its_own_stream_with_an_error(path: str) -> None:
     async def die_later(
         engine: FakeEngine, request: Received, writer: asyncio.StreamWriter
     ) -> None:
@@ -289,12 +290,17 @@ async def test_a_death_in_the_middle_ends_its_own_stream_with_an_error() -> None
     died = asyncio.Event()
     async with serving(FakeEngine("a", answer=die_later)) as served:
         body = {"model": "nano", "prompt": "x", "stream": True}
-        async with served.client.stream("POST", "/v1/completions", json=body) as response:
+        async with served.client.stream("POST", path, json=body) as response:
             lines = response.aiter_lines()
             assert await anext(lines) == "data: 1"
             died.set()
             rest = [line async for line in lines if line]
-        assert "engine_dead" in rest[-1]
+        told = json.loads(rest[-1].removeprefix("data: "))
+        if path == "/v1/messages":  # whose clients pass over events without a name
+            assert rest[-2] == "event: error"
+            assert told["error"]["type"] == "overloaded_error"
+        else:
+            assert told["error"]["code"] == "engine_dead"
 
 
 async def test_a_client_that_leaves_ends_its_request_at_the_engine() -> None:
@@ -367,6 +373,34 @@ async def test_aborts_reach_every_engine() -> None:
         assert response.json() == {"aborted": ["a", "b"]}
 
 
+async def test_what_was_saved_and_what_runs_is_told_of_all_engines() -> None:
+    saved = {
+        "a": {"day": "2026-01-31", "saved": {"media": 1, "media_seconds": 0.5}, "tenants": {}},
+        "b": {"day": "2026-02-01", "saved": {"media": 2, "media_seconds": 0.25}},
+        "c": {"day": "2026-02-01", "saved": {"media": 4, "media_seconds": 0.25}},
+    }
+    saved["b"]["tenants"] = {"one": {"media": 2}}
+    saved["c"]["tenants"] = {"one": {"media": 3}, "two": {"media": 1}}
+
+    async def tell(engine: FakeEngine, request: Received, writer: asyncio.StreamWriter) -> None:
+        if request.headers.get("authorization") == "Bearer wrong":
+            reply(writer, 401, {"error": {}})
+        else:
+            told = {"server_load": 2} if request.target == "/load" else saved[engine.name]
+            reply(writer, 200, told)
+
+    engines = [FakeEngine(name, answer=tell, model=f"of {name}") for name in "abc"]
+    async with serving(*engines) as served:
+        assert (await served.client.get("/load")).json() == {"server_load": 6}
+        assert (await served.client.get("/savings")).json() == {
+            "day": "2026-02-01",
+            "saved": {"media": 6, "media_seconds": 0.5},
+            "tenants": {"one": {"media": 5}, "two": {"media": 1}},
+        }
+        headers = {"authorization": "Bearer wrong"}
+        assert (await served.client.get("/savings", headers=headers)).status_code == 401
+
+
 async def test_models_are_listed_and_served_by_name() -> None:
     async with serving(FakeEngine("a"), FakeEngine("b", model="other")) as served:
         listed = (await served.client.get("/v1/models")).json()["data"]
@@ -375,6 +409,99 @@ async def test_models_are_listed_and_served_by_name() -> None:
         missing = await served.ask(model="third")
         assert missing.status_code == 404
         assert "nano, other" in missing.json()["error"]["message"]
+
+
+async def test_of_several_models_one_has_to_be_named() -> None:
+    chat, stored = {"messages": []}, {"previous_response_id": "resp_1"}
+    form: Any = {"file": ("a.wav", b"a")}
+    async with serving(FakeEngine("a"), FakeEngine("b", model="other")) as served:
+        refused = [
+            await served.client.post("/v1/chat/completions", json=chat),
+            await served.client.post("/tokenize", json={"prompt": "x", "model": None}),
+            await served.client.post("/v1/audio/transcriptions", files=form),
+        ]
+        for answer in refused:
+            assert answer.status_code == 400
+            assert answer.json()["error"]["param"] == "model"
+            assert "nano, other" in answer.json()["error"]["message"]
+        assert not any(engine.received for engine in served.engines)
+        for path, body in (("/v1/conversations", {}), ("/v1/responses", stored), ("/other", chat)):
+            assert (await served.client.post(path, json=body)).status_code == 200
+    async with serving(FakeEngine("a"), FakeEngine("b")) as served:
+        assert (await served.client.post("/v1/chat/completions", json=chat)).status_code == 200
+
+
+async def test_a_stranger_is_not_told_the_models() -> None:
+    async def refuse(engine: FakeEngine, request: Received, writer: asyncio.StreamWriter) -> None:
+        reply(writer, 401, {})
+
+    engines = FakeEngine("a", answer=refuse), FakeEngine("b", model="other", answer=refuse)
+    async with serving(*engines, api_key=("key",)) as served:
+        answer = await served.client.post("/v1/chat/completions", json={"messages": []})
+        assert (answer.status_code, answer.json()) == (401, {})
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
+async def test_anthropics_clients_get_errors_of_their_shape(path: str) -> None:
+    async with serving(FakeEngine("a")) as served:
+        headers = {"x-request-id": "mine"}
+        missing = await served.client.post(path, json={"model": "third"}, headers=headers)
+        assert missing.status_code == 404
+        message = "there is no model 'third'; there is: nano"
+        assert missing.json() == {
+            "type": "error",
+            "error": {"type": "not_found_error", "message": message},
+        }
+        assert missing.headers["request-id"] == missing.headers["x-request-id"] == "mine"
+        form = await served.client.post(path, data={"a": "b"})
+        assert (form.status_code, form.json()["type"]) == (415, "error")
+
+
+async def test_an_answer_of_the_front_end_has_the_requests_id() -> None:
+    async with serving(FakeEngine("a")) as served:
+        for path in ("/ready", "/metrics", "/fleet"):
+            answer = await served.client.get(path, headers={"x-request-id": "mine"})
+            assert answer.headers.get_list("x-request-id") == ["mine"]
+            assert (await served.client.get(path)).headers["x-request-id"]
+        refused = await served.client.post("/v1/completions", data={"a": "b"})
+        assert refused.status_code == 415
+        assert refused.headers["x-request-id"]
+
+
+async def test_a_redirect_stays_at_the_front_end() -> None:
+    async def redirect(engine: FakeEngine, request: Received, writer: asyncio.StreamWriter) -> None:
+        place = b"http://" + request.headers["host"].encode() + b"/v1/completions"
+        head = b"HTTP/1.1 307 X\r\ncontent-length: 0\r\nlocation: %b\r\n\r\n"
+        writer.write(head % place)
+
+    async with serving(FakeEngine("a", answer=redirect)) as served:
+        answer = await served.client.post("/v1/completions/", json={"model": "nano"})
+        assert (answer.status_code, answer.headers["location"]) == (307, "/v1/completions")
+
+
+@pytest.mark.parametrize("named_first", [True, False])
+async def test_a_form_goes_to_the_model_that_it_names(named_first: bool) -> None:
+    sound = ("file", ("a.wav", b'\r\n--x\r\nname="model"\r\n\r\nnano' * 1000))
+    fields = [("model", (None, "ear")), ("response_format", (None, "text"))]
+    form: Any = [*fields, sound] if named_first else [sound, *fields]
+    async with serving(FakeEngine("a"), FakeEngine("b", model="ear")) as served:
+        for path in ("transcriptions", "translations"):
+            answer = await served.client.post(f"/v1/audio/{path}", files=form)
+            assert answer.json()["engine"] == "b"
+        form[form.index(fields[0])] = ("model", (None, "third"))
+        missing = await served.client.post("/v1/audio/transcriptions", files=form)
+        assert missing.status_code == 404
+        assert "ear, nano" in missing.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("sent_as", ["Application/JSON; charset=utf-8", "application/x-mine", None])
+async def test_what_is_no_form_is_read_as_json(sent_as: str | None) -> None:
+    headers = {} if sent_as is None else {"content-type": sent_as}
+    async with serving(FakeEngine("a"), FakeEngine("b", model="other")) as served:
+        answer = await served.client.post(
+            "/v1/chat/completions", content=b'{"model": "other"}', headers=headers
+        )
+        assert answer.json()["engine"] == "b"
 
 
 async def test_adapters_are_listed_and_asked_for_where_they_are() -> None:
@@ -779,10 +906,10 @@ async def test_a_refused_websocket_is_answered_as_any_other_request() -> None:
     engines = FakeEngine("a", answer=refuse), FakeEngine("b", model="other", answer=refuse)
     async with serving(*engines) as served:
 
-        async def refused(origin: str = "") -> tuple[bytes, bytes]:
+        async def refused(origin: str = "", model: str = "other") -> tuple[bytes, bytes]:
             reader, writer = await asyncio.open_connection(*served.address)
             writer.write(
-                b"GET /v1/realtime?model=other HTTP/1.1\r\nhost: localhost\r\n"
+                f"GET /v1/realtime?model={model} HTTP/1.1\r\n".encode() + b"host: localhost\r\n"
                 b"connection: upgrade\r\nupgrade: websocket\r\nsec-websocket-version: 13\r\n"
                 b"sec-websocket-key: AAAAAAAAAAAAAAAAAAAAAA==\r\n"
                 + (f"origin: {origin}\r\n" if origin else "").encode()
@@ -793,6 +920,8 @@ async def test_a_refused_websocket_is_answered_as_any_other_request() -> None:
             writer.close()
             return status, told.partition(b"\r\n\r\n")[2]
 
+        status, told = await refused(model="")
+        assert (status, json.loads(told)["error"]["param"]) == (b"400", "model")
         status, told = await refused()
         assert (status, json.loads(told)) == (b"401", {"error": {"code": "invalid_api_key"}})
         assert [len(engine.received) for engine in engines] == [0, 1]

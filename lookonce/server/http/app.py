@@ -22,10 +22,11 @@ from lookonce.server.audit import audit_refusal, route_of
 from lookonce.server.http.headers import header
 from lookonce.server.http.request_guard import Headers
 from lookonce.server.http.responses import (
+    ANTHROPIC_PATHS,
     ClientLeftError,
-    DescribeError,
     error_body,
     error_response,
+    error_shape,
     json_response,
 )
 from lookonce.server.rate_limits import NO_LIMITS
@@ -45,7 +46,6 @@ from lookonce.server.routes.admin import (
     tokenizer_info,
 )
 from lookonce.server.routes.anthropic_messages import (
-    anthropic_error,
     count_tokens,
     create_message,
 )
@@ -164,13 +164,6 @@ UNLIMITED_PATHS = frozenset(
 STORED_PATHS = ("/v1/responses/", "/v1/conversations/")
 """How the paths of stored responses begin: any request of them counts, not POST alone."""
 
-ERROR_SHAPES: dict[str, DescribeError] = {
-    "/v1/messages": anthropic_error,
-    "/v1/messages/count_tokens": anthropic_error,
-}
-"""Path → the body of its errors; OpenAI's shape for any other. Clients of these paths look for the
-request's id in the header `request-id`, beside OpenAI's `x-request-id`."""
-
 CLIENT_LEFT_STATUS = 499
 INTERNAL_ERROR = 1011
 """Code that a WebSocket is closed with when serving it broke."""
@@ -261,13 +254,14 @@ class RequestMiddleware:
         except LookOnceError as error:
             failure = type(error).__name__
             audit_refusal(scope, error)
-            await sender.send_instead(error_response(error, _error_shape(scope)), receive)
+            await sender.send_instead(error_response(error, error_shape(scope["path"])), receive)
         except HTTPException as error:
             await sender.send_instead(_no_such_route(scope, error), receive)
         except Exception as error:
             failure = "internal"
             logger.exception("a request failed", extra=_what(scope, 500))
-            await sender.send_instead(json_response(_error_shape(scope)(error), 500), receive)
+            body = error_shape(scope["path"])(error)
+            await sender.send_instead(json_response(body, 500), receive)
         failure = failure or scope["state"].get("failure")
         if failure is not None and failure != CLIENT_LEFT and sender.status == 200:
             self._responses[BROKEN] += 1
@@ -353,10 +347,6 @@ def _name_request(scope: Scope) -> None:
     scope.setdefault("state", {})["request_id"] = asked if named else os.urandom(16).hex()
 
 
-def _error_shape(scope: Scope) -> DescribeError:
-    return ERROR_SHAPES.get(scope["path"], error_body)
-
-
 def _what(scope: Scope, status: int) -> dict[str, object]:
     """What a log line says of a request; its id is added to every line."""
     principal = scope["state"].get("principal")
@@ -394,7 +384,7 @@ class _ResponseSender:
                 self._responses[str(self.status)] += 1
             request_id = (b"x-request-id", self._state["request_id"].encode("ascii"))
             message["headers"] = [*message.get("headers", ()), request_id, *self.headers]
-            if self._scope["path"] in ERROR_SHAPES:
+            if self._scope["path"] in ANTHROPIC_PATHS:
                 message["headers"].append((b"request-id", request_id[1]))
             if (usage := self._state.get("usage")) is not None:
                 message["headers"] += usage.headers()

@@ -44,6 +44,46 @@ async def read_form(request: Request, max_file_bytes: int, file_name: str = "fil
     return parser.finish()
 
 
+def field_of(body: bytes, content_type: str, name: str) -> str | None:
+    """The field's value in a whole form, the last one as where forms are served; None where there
+    is none. Nothing is refused, and no file is copied."""
+    try:
+        delimiter = b"\r\n--" + _boundary(content_type)
+    except UnsupportedMediaTypeError:
+        return None
+    value: str | None = None
+    at = len(delimiter) - 2 if body.startswith(delimiter[2:]) else _after(body, delimiter, 0)
+    for _ in range(MAX_FIELDS + 1):
+        end = _after(body, delimiter, at)
+        if end < 0 or body.startswith(b"--", at):
+            break
+        headers_end = body.find(b"\r\n\r\n", at, min(end, at + MAX_HEADER_BYTES))
+        if headers_end >= 0:
+            lines = body[at:headers_end].decode("utf-8", "replace").split("\r\n")
+            length = end - len(delimiter) - headers_end - 4
+            if _name_of(lines[1:]) == name and length <= MAX_FIELD_BYTES:
+                value = body[headers_end + 4 : end - len(delimiter)].decode("utf-8", "replace")
+        at = end
+    return value or None
+
+
+def _after(body: bytes, delimiter: bytes, at: int) -> int:
+    """Where the next delimiter ends; -1 where there is none."""
+    found = body.find(delimiter, at)
+    return found + len(delimiter) if found >= 0 else -1
+
+
+def _name_of(lines: list[str]) -> str | None:
+    """Of a part with these headers."""
+    found = None
+    for line in lines:
+        name, _, value = line.partition(":")
+        if name.strip().lower() == "content-disposition":
+            parameters = {key.lower(): text for key, text in _PARAMETER.findall(value)}
+            found = parameters.get("name", "").replace('\\"', '"')
+    return found
+
+
 def _boundary(content_type: str) -> bytes:
     kind = content_type.partition(";")[0].strip().lower()
     found = _BOUNDARY.search(content_type)
@@ -170,11 +210,7 @@ class FormParser:
         self._num_fields += 1
         if self._num_fields > MAX_FIELDS:
             raise TooLargeError(f"the form has more than {MAX_FIELDS} parts")
-        for line in lines:
-            name, _, value = line.partition(":")
-            if name.strip().lower() == "content-disposition":
-                parameters = {key.lower(): text for key, text in _PARAMETER.findall(value)}
-                self._name = parameters.get("name", "").replace('\\"', '"')
+        self._name = _name_of(lines)
         if not self._name:
             raise BadRequestError("a part of the form has no name")
         if self._name == self._file_name and self._form.file is not None:

@@ -11,7 +11,7 @@ import math
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from types import TracebackType
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Literal, NamedTuple, Protocol, TypeVar
 
 import msgspec
 from starlette.responses import Response
@@ -68,6 +68,31 @@ def error_type(status: int) -> str:
     return ERROR_TYPES.get(status, "server_error")
 
 
+ANTHROPIC_ERROR_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    422: "invalid_request_error",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+"""Status → Anthropic's error type; any other status is an `api_error`."""
+
+
+class AnthropicErrorBody(msgspec.Struct):
+    type: str
+    message: str
+
+
+class AnthropicError(msgspec.Struct, kw_only=True):
+    """Anthropic's error object: the body of an answer, and an event of a stream."""
+
+    type: Literal["error"] = "error"
+    error: AnthropicErrorBody
+
+
 def error_response(error: LookOnceError, body: DescribeError | None = None) -> Response:
     """The status, headers and body for `error`; `body`: the body's shape, if not OpenAI's."""
     status = http_status(error)
@@ -96,6 +121,27 @@ def error_body(error: Exception) -> ErrorResponse:
             code=getattr(error, "code", None),
         )
     )
+
+
+def anthropic_error(error: Exception) -> AnthropicError:
+    """As `error_body`, in Anthropic's shape."""
+    status = http_status(error) if isinstance(error, LookOnceError) else 500
+    return anthropic_error_of(status, error_body(error).error.message)
+
+
+def anthropic_error_of(status: int, message: str) -> AnthropicError:
+    kind = ANTHROPIC_ERROR_TYPES.get(status, "api_error")
+    return AnthropicError(error=AnthropicErrorBody(kind, message))
+
+
+ANTHROPIC_PATHS = frozenset({"/v1/messages", "/v1/messages/count_tokens"})
+"""Their errors have Anthropic's shape, all others OpenAI's. Clients of these paths look for the
+request's id in the header `request-id`, beside OpenAI's `x-request-id`."""
+
+
+def error_shape(path: str) -> DescribeError:
+    """Of answers to this path."""
+    return anthropic_error if path in ANTHROPIC_PATHS else error_body
 
 
 # --- server-sent events -----------------------------------------------------------------------

@@ -25,7 +25,7 @@ from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
-from lookonce.errors import BadRequestError, LookOnceError, http_status
+from lookonce.errors import BadRequestError
 from lookonce.frontend.generation import Piece, Sample
 from lookonce.frontend.requests import ChatRequest, JsonSchemaFormat, ResponseFormat
 from lookonce.frontend.responses import ToolCallDelta
@@ -42,7 +42,12 @@ from lookonce.frontend.tools.parser import ContentText, ReasoningText
 from lookonce.render.prompt.messages import check_count, has_many_values
 from lookonce.server.http.api_keys import Principal
 from lookonce.server.http.body import receive, renaming_errors
-from lookonce.server.http.responses import encode, error_body, json_response, while_connected
+from lookonce.server.http.responses import (
+    anthropic_error,
+    encode,
+    json_response,
+    while_connected,
+)
 from lookonce.server.rate_limits import RequestUsage, count_media
 from lookonce.server.routes.chat import ChatResponseBuilder, chat_options, checked_chat
 from lookonce.server.routes.responses_api.input import ReadInput
@@ -58,17 +63,6 @@ from lookonce.types.sampling import Grammar, SamplingParams
 Json = dict[str, Any]
 NamedPart = tuple[str, Json]
 """A part of a chat, and the name of what it was in the request."""
-ERROR_TYPES = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    422: "invalid_request_error",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-}
-"""Status → Anthropic's error type; any other status is an `api_error`."""
 STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 BILLING = "x-anthropic-billing-header"
 """How a system text of Claude Code begins that has a digest of the request. In the prompt it would
@@ -174,7 +168,6 @@ class AnthropicEvent(msgspec.Struct, kw_only=True):
     content_block: Json | UnsetType = UNSET
     delta: Json | UnsetType = UNSET
     usage: AnthropicUsage | UnsetType = UNSET
-    error: Json | UnsetType = UNSET
 
 
 class TokenCount(msgspec.Struct):
@@ -222,14 +215,6 @@ async def count_tokens(request: Request) -> Response:
     services.readonly.release(rendered)
     usage.generated(rendered.num_tokens)
     return json_response(TokenCount(rendered.num_tokens))
-
-
-def anthropic_error(error: Exception) -> AnthropicEvent:
-    """The body of an answer, and the event of a stream, that tells of `error`."""
-    status = http_status(error) if isinstance(error, LookOnceError) else 500
-    kind = ERROR_TYPES.get(status, "api_error")
-    told = {"type": kind, "message": error_body(error).error.message}
-    return AnthropicEvent(type="error", error=told)
 
 
 # --- the request ----------------------------------------------------------------------------------
@@ -565,7 +550,7 @@ class MessagesBuilder(ChatResponseBuilder):
         return b"event: " + body.type.encode() + b"\ndata: " + encode(body) + b"\n\n"
 
     def failure(self, error: Exception) -> bytes:
-        return self.event(anthropic_error(error))
+        return b"event: error\ndata: " + encode(anthropic_error(error)) + b"\n\n"
 
     def _message(self) -> AnthropicMessage:
         return AnthropicMessage(

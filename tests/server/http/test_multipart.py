@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lookonce.errors import BadRequestError, TooLargeError
-from lookonce.server.http.multipart import MAX_FIELD_BYTES, MAX_FIELDS, FormParser
+from lookonce.server.http.multipart import MAX_FIELD_BYTES, MAX_FIELDS, FormParser, field_of
 
 FILE = b"\r\n--b\r\n--boun\x00\xff\r\n-bound--\r\n--boun"
 """Bytes that look like the boundary, nearly."""
@@ -55,6 +55,31 @@ def test_any_file_comes_out_as_it_went_in(data: bytes) -> None:
         return
     form = parsed(part("file", data) + b"--bound--", [7, 60])
     assert bytes(form.file or b"") == data
+
+
+PARTS = st.lists(
+    st.builds(
+        part,
+        st.sampled_from(["model", "file0", "language"]),
+        st.sampled_from([b"", b"nano", FILE[:40].replace(b"\xff", b""), b"\r\n\r\nname=model"]),
+    ),
+    max_size=5,
+)
+
+
+@given(PARTS, st.sampled_from([b"", b"preamble\r\n"]))
+def test_a_field_of_a_whole_form_is_what_serving_it_reads(parts: list[bytes], begin: bytes) -> None:
+    body = begin + b"".join(parts) + b"--bound--\r\n" + part("model", b"after the end")
+    fields = parsed(body, []).fields
+    for name in ("model", "language", "none"):
+        wanted = (fields.get(name) or [""])[-1] or None
+        assert field_of(body, 'multipart/form-data; boundary="bound"', name) == wanted
+
+
+@given(st.binary(max_size=200), st.sampled_from(["", "text/plain", "multipart/form-data"]))
+def test_a_field_of_what_is_no_form_is_none(body: bytes, sent_as: str) -> None:
+    assert field_of(body, sent_as, "model") is None
+    assert field_of(body, "multipart/form-data; boundary=bound", "model") is None
 
 
 @pytest.mark.parametrize(
