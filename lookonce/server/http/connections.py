@@ -39,6 +39,7 @@ from typing import Any, Literal, Protocol, cast
 
 import httptools
 import uvicorn
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
@@ -62,6 +63,11 @@ DROPPED_BYTES_PER_SECOND = 50_000_000
 loop's time."""
 LEAST_DROP_BYTES = 16 * 1024
 """A read of less costs as much."""
+FEW_CHUNKS = 1024
+"""Of a body, in one read. Who sends more, of a byte each, takes milliseconds of the event loop with
+each read, so the next one has to wait for a turn."""
+CHUNK_COST_BYTES = 512
+"""As many as could be dropped in ten times the microsecond that a chunk takes."""
 MAX_PIPELINED = 24
 """Requests of one connection that may wait for the one being served."""
 UNREAD_BODY_BYTES = 512 * 1024
@@ -96,6 +102,18 @@ def refusal(status: int, code: str, message: str) -> bytes:
     return head.encode("ascii") + body
 
 
+class TurnFlow(FlowControl):
+    """As uvicorn's, but that nobody goes on to read before the connection's turn."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        super().__init__(transport)
+        self.waits_for_turn = False
+
+    def resume_reading(self) -> None:
+        if not self.waits_for_turn:
+            super().resume_reading()
+
+
 class HttpProtocol(HttpToolsProtocol):
     """uvicorn's HTTP protocol with limits, deadlines and refusals, on a `HeadBufferingTransport`.
 
@@ -121,6 +139,8 @@ class HttpProtocol(HttpToolsProtocol):
         self._limits = self._table.limits
         self._deadline = self._table.now + self._limits.header_timeout
         self._overhead = 0
+        self._num_chunks = 0
+        """Of the read that is parsed."""
         self._unread_since = math.inf
         """When the client stopped reading its answer."""
         self._handshake: asyncio.Task[Any] | None = None
@@ -135,6 +155,7 @@ class HttpProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         buffering = HeadBufferingTransport(cast(asyncio.Transport, transport))
         super().connection_made(cast(asyncio.Transport, buffering))
+        self.flow: TurnFlow = TurnFlow(self.transport)
         self._enter("headers", self._limits.header_timeout)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -176,8 +197,9 @@ class HttpProtocol(HttpToolsProtocol):
         if self.phase == "idle":
             self._enter("headers", self._limits.header_timeout)
         elif self.phase == "refused":
-            self._read_rest_in_turn(len(data))
+            self._read_in_turn(len(data))
             return
+        self._num_chunks = 0
         self._overhead += len(data)
         self._table.num_received += len(data)
         try:
@@ -193,18 +215,31 @@ class HttpProtocol(HttpToolsProtocol):
         if self._overhead > self._limits.max_header_bytes:
             self._refuse(self._header_too_large())
         elif self.phase == "body" and self.cycle.response_complete:
-            self._read_rest_in_turn(len(data))
+            self._read_in_turn(len(data) + self._num_chunks * CHUNK_COST_BYTES)
+        elif self._num_chunks > FEW_CHUNKS:
+            self._read_in_turn(self._num_chunks * CHUNK_COST_BYTES)
 
-    def _read_rest_in_turn(self, num_dropped: int = 0) -> None:
-        """So many bytes were dropped: no more is read before `Connections` says so."""
+    def _read_in_turn(self, num_dropped: int = 0) -> None:
+        """So many bytes were dropped, or as much work done: no more is read before `Connections`
+        says so."""
         if not self.transport.is_closing():
             self.flow.pause_reading()
+            self.flow.waits_for_turn = True
             self._table.wait_for_turn(self, num_dropped)
 
-    def read_rest(self) -> None:
-        """Its turn has come: read once."""
-        if not self.transport.is_closing():
+    def read_once(self) -> None:
+        """Its turn has come. Where the application has enough to read, it goes on itself."""
+        self.flow.waits_for_turn = False
+        if not self.transport.is_closing() and not self._has_enough():
             self.flow.resume_reading()
+
+    def _has_enough(self) -> bool:
+        cycle = self.cycle
+        return (
+            cycle is not None
+            and not cycle.response_complete
+            and len(cycle.body) > UNREAD_BODY_BYTES
+        )
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """As uvicorn's, with a limit, for trailers too. Raises `RefusedRequestError`."""
@@ -311,6 +346,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def on_chunk_header(self) -> None:
         self._overhead = max(0, self._overhead - CHUNK_OVERHEAD)
+        self._num_chunks += 1
 
     def on_body(self, body: bytes) -> None:
         """As uvicorn's, which stops reading at an eighth of `UNREAD_BODY_BYTES`."""
@@ -345,7 +381,7 @@ class HttpProtocol(HttpToolsProtocol):
             return
         if self.phase == "body" and not self.pipeline:
             self._deadline = self._table.now + DISCARD_SECONDS
-            self._read_rest_in_turn()
+            self._read_in_turn()
             return
         self.flow.resume_reading()
         if self.pipeline:
@@ -391,7 +427,7 @@ class HttpProtocol(HttpToolsProtocol):
             return
         self.transport.write_eof()
         self._enter("refused", LINGER_SECONDS)
-        self._read_rest_in_turn()
+        self._read_in_turn()
 
     def pause_writing(self) -> None:
         self._unread_since = self._table.now
@@ -471,6 +507,7 @@ class Connections:
 
     What is dropped is read in turns by address, `DROPPED_BYTES_PER_SECOND` in all: who sends
     without end what is refused would else have more of the event loop than those who are served.
+    So are bodies of very many chunks, each of which costs as much as many bytes.
     """
 
     def __init__(
@@ -520,7 +557,7 @@ class Connections:
         self._open.set(self.total)
 
     def wait_for_turn(self, connection: HttpProtocol, num_dropped: int) -> None:
-        """Call its `read_rest` once its turn has come, unless it is removed before. It has just
+        """Call its `read_once` once its turn has come, unless it is removed before. It has just
         dropped so many bytes."""
         if num_dropped:
             self._num_dropped += max(num_dropped, LEAST_DROP_BYTES)
@@ -545,7 +582,7 @@ class Connections:
             self._dropping[address] = waiting
         if self._dropping:
             self._start_turn()
-        connection.read_rest()
+        connection.read_once()
 
     def _leave_turns(self, connection: HttpProtocol) -> None:
         waiting = self._dropping.get(connection.address, {})
