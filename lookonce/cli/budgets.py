@@ -15,7 +15,7 @@ from lookonce.config import ConnectionConfig, Options, SessionConfig
 from lookonce.core.scheduler import MAX_SHARES
 from lookonce.engine.process import grammar
 from lookonce.engine.process.grammar_worker import GrammarLimits
-from lookonce.fleet import engine_http, identity, router
+from lookonce.fleet import engine_http, identity, rendering, router
 from lookonce.fleet import frontend as fleet_frontend
 from lookonce.frontend.sampling_params import MAX_CHOICES
 from lookonce.frontend.tools.calls import MAX_SCHEMA_VALUES, MAX_TOOLS
@@ -218,7 +218,12 @@ BUDGETS = (
     Budget("fleet: bodies that wait for an engine", fleet_frontend.MAX_HELD_BYTES, "bytes",
            "tenant", "429; one tenant has half where there are others"),
     Budget("fleet: commas and brackets of a body", identity.MAX_VALUES, "characters", "request",
-           "routed by its first level alone"),
+           "routed by its first level alone, rendered by its engine; not looked into above what "
+           "engines take"),
+    Budget("fleet: quotes of a body that is rendered there", rendering.MAX_QUOTES, "characters",
+           "request", "rendered by its engine"),
+    Budget("fleet: base64 of a body", identity.MAX_MARKS, "data URLs", "request",
+           "those that follow are not taken out before JSON is read"),
     Budget("fleet: parts of a prompt", identity.MAX_PARTS, "parts", "request",
            "those that follow do not count for the route"),
     Budget("fleet: media of a prompt", identity.MAX_MEDIA, "items", "request",

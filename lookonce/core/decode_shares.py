@@ -39,6 +39,9 @@ LINGER_SECONDS = 0.25
 would otherwise wait, at each, for a step of all sequences of the others."""
 PROMPT_DECAY = 0.8
 """Weight of what is known of a prompt's token beside a new measurement."""
+LEAST_PROMPT_TOKEN = 1e-9
+"""Seconds of a prompt's token once it was measured: thousands of steps that seem to cost nothing
+would else make it so small that nothing can be divided by it."""
 KEPT_STEPS = 9
 """Of each class of sizes."""
 STALE_TIMES = 2.0
@@ -88,7 +91,9 @@ class StepTimes:
         """A step with so many tokens of prompts beside `num_sequences` that decode."""
         cost = max(0.0, seconds - self.seconds(num_sequences)) / num_tokens
         known = self.prompt_token
-        self.prompt_token = cost if not known else PROMPT_DECAY * known + (1 - PROMPT_DECAY) * cost
+        if known:
+            cost = max(LEAST_PROMPT_TOKEN, PROMPT_DECAY * known + (1 - PROMPT_DECAY) * cost)
+        self.prompt_token = cost
 
     @property
     def fixed(self) -> float:

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import math
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable
+from contextlib import aclosing
 from typing import cast
 
 import httptools
@@ -88,7 +90,9 @@ class EngineAnswer:
         self.status = connection.status
         self.headers = connection.headers
 
-    async def chunks(self, take: Callable[[bytes], bool] | None = None) -> AsyncIterator[bytes]:
+    async def chunks(
+        self, take: Callable[[bytes], bool] | None = None
+    ) -> AsyncGenerator[bytes, None]:
         """Raises `EngineLostError`. What has gathered meanwhile comes as one.
 
         While nothing else is to be had, `take` gets what comes, in the callback that receives it;
@@ -97,8 +101,18 @@ class EngineAnswer:
         while (chunk := await self._connection.read(take)) is not None:
             yield chunk
 
-    async def body(self) -> bytes:
-        return b"".join([chunk async for chunk in self.chunks()])
+    async def body(self, most: float = math.inf) -> bytes:
+        """Of a body that has more than `most` bytes what has come until then. Raises
+        `EngineLostError`."""
+        parts: list[bytes] = []
+        size = 0
+        async with aclosing(self.chunks()) as chunks:
+            async for chunk in chunks:
+                parts.append(chunk)
+                size += len(chunk)
+                if size > most:
+                    break
+        return b"".join(parts)
 
     def abort(self, _: object = None) -> None:
         """End the connection, and with it the request at the engine."""

@@ -52,6 +52,9 @@ TOKEN_NAME = "token_id:"
 """What tokens of log-probabilities are called (`return_tokens_as_token_ids`)."""
 LIMIT_HEADERS = b"x-ratelimit-"
 EVENT_END = b"\n\n"
+MAX_EVENT_BYTES = 64 << 20
+"""Far more than the log-probabilities of the longest prompt."""
+NO_EVENTS = "the engine sent no token events"
 DATA = b"data: "
 DONE = b"[DONE]"
 FEATURE_PARAM = re.compile(r"features\.\w+\.(\w+)\[(\d+)\]")
@@ -118,22 +121,22 @@ _EVENT = msgspec.json.Decoder(GenerateEvent)
 
 async def events_of(answer: EngineAnswer) -> AsyncGenerator[GenerateEvent, None]:
     """Raises `EngineLostError`, and `RequestFailedError` for what is no event."""
-    parts: list[bytes] = []
-    """Of an event whose end has not come: one with a prompt's log-probabilities has many MB."""
+    waiting = bytearray()  # of an event that is not complete
     async for chunk in answer.chunks():
-        ends = EVENT_END in chunk or (chunk[:1] == b"\n" and parts and parts[-1][-1:] == b"\n")
-        parts.append(chunk)
-        if not ends:
+        searched = max(0, len(waiting) - len(EVENT_END) + 1)
+        waiting += chunk
+        if waiting.find(EVENT_END, searched) < 0:
+            if len(waiting) > MAX_EVENT_BYTES:
+                raise RequestFailedError(NO_EVENTS)
             continue
-        *events, rest = b"".join(parts).split(EVENT_END)
-        parts = [rest] if rest else []
+        *events, waiting = waiting.split(EVENT_END)
         for event in events:
             data = event.removeprefix(DATA)
             if data != DONE:
                 try:
                     yield _EVENT.decode(data)
-                except msgspec.MsgspecError:
-                    raise RequestFailedError("the engine sent no token events") from None
+                except (msgspec.MsgspecError, UnicodeDecodeError):
+                    raise RequestFailedError(NO_EVENTS) from None
 
 
 # --- deltas ---------------------------------------------------------------------------------------

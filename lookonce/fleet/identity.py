@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import msgspec
+import numpy as np
 import pybase64
 from blake3 import blake3
 
@@ -46,6 +47,12 @@ MAX_MEDIA = 1024
 MAX_VALUES = 1 << 18
 """Commas and brackets of a body that is looked into, without its large media. Of one that has more
 the first level alone is read: the event loop, which all tenants share, does all of this."""
+MAX_FIRST_LEVEL_VALUES = 1 << 21
+"""Of a body that has more nothing is read: engines refuse it (`server.http.body.MAX_VALUES`)."""
+MAX_MARKS = 4096
+"""Of base64 of a body that are looked at; large media behind them are not cut out."""
+SLICE_BYTES = 1 << 20
+VALUE_MARKS = b",[{"
 MEDIA_FIELDS = {
     "image_url": "image",
     "input_image": "image",
@@ -182,16 +189,37 @@ def without_payloads(body: bytes) -> bytes:
     """The body without large base64 of data URLs, which nobody looked at. To pass over it as JSON
     takes longer than to decode it."""
     kept: list[bytes | memoryview] = []
-    view, at, search = memoryview(body), 0, 0
-    while (found := body.find(BASE64_MARK, search)) >= 0:
-        start = found + len(BASE64_MARK)
-        search = end = body.find(b'"', start)
-        if end < 0:
-            break
-        if end - start >= LARGE_BASE64:
-            kept.append(view[at:start])
-            at = end
+    view, at = memoryview(body), 0
+    for start, end in _large_base64(body):
+        kept.append(view[at:start])
+        at = end
     return b"".join([*kept, view[at:]]) if kept else body
+
+
+def _large_base64(body: bytes) -> Iterator[tuple[int, int]]:
+    """`(start, end)` of each, of data URLs."""
+    end = 0
+    for _ in range(MAX_MARKS):
+        found = body.find(BASE64_MARK, end)
+        if found < 0:
+            return
+        start = found + len(BASE64_MARK)
+        end = body.find(b'"', start)
+        if end < 0:
+            return
+        if end - start >= LARGE_BASE64:
+            yield start, end
+
+
+def has_more(body: bytes, marks: bytes, most: int) -> bool:
+    """Whether there are more than `most` of these characters; it is not read further than that."""
+    count = 0
+    for start in range(0, len(body), SLICE_BYTES):
+        piece = np.frombuffer(body, np.uint8, min(SLICE_BYTES, len(body) - start), start)
+        count += sum(int(np.count_nonzero(piece == mark)) for mark in marks)
+        if count > most:
+            return True
+    return False
 
 
 class Payloads:
@@ -208,21 +236,16 @@ class Payloads:
     def cut(self, body: bytes) -> bytes:
         """The body with names in place of base64."""
         kept: list[bytes | memoryview] = []
-        view, at, search = memoryview(body), 0, 0
-        while (found := body.find(BASE64_MARK, search)) >= 0:
-            start = found + len(BASE64_MARK)
-            search = end = body.find(b'"', start)
-            if end < 0:
-                break
-            if end - start < LARGE_BASE64:
-                continue
+        view, at = memoryview(body), 0
+        for start, end in _large_base64(body):
             try:  # what is all base64 holds no escape: the quote is the end of the JSON string
                 data = pybase64.b64decode(view[start:end], validate=True)
             except (binascii.Error, ValueError):
                 continue
             name = f"{self._prefix}{len(self._data)}"
             self._data[name] = data
-            opened = body.rfind(b'"', max(0, found - MAX_TYPE_LENGTH), found) + 1
+            mark = start - len(BASE64_MARK)
+            opened = body.rfind(b'"', max(0, mark - MAX_TYPE_LENGTH), mark) + 1
             if opened and body[opened : opened + 5] == b"data:":
                 self._spans[name] = opened, end
             kept += (view[at:start], name.encode())
@@ -270,8 +293,9 @@ def identify_body(
 def _json_object(body: bytes) -> dict[str, Any]:
     """Raises `RecursionError`."""
     try:
-        if sum(body.count(mark) for mark in (b",", b"[", b"{")) > MAX_VALUES:
-            return _first_level(body)
+        if has_more(body, VALUE_MARKS, MAX_VALUES):
+            refused = has_more(body, VALUE_MARKS, MAX_FIRST_LEVEL_VALUES)
+            return {} if refused else _first_level(body)
         given = msgspec.json.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError):
         return {}

@@ -25,12 +25,14 @@ from lookonce.errors import (
     EngineDeadError,
     LookOnceError,
     MediaNotCachedError,
+    RequestFailedError,
     UnavailableError,
 )
 from lookonce.fleet.engine_http import EngineAnswer, EngineLostError, Headers, NoDescriptorError
 from lookonce.fleet.frontend import ENGINE_LOST, RETRIED_STATUSES, Fleet, Member
 from lookonce.fleet.generate_events import (
     LIMIT_HEADERS,
+    NO_EVENTS,
     deltas_of,
     error_of,
     events_of,
@@ -54,6 +56,8 @@ OTHER_BYTES = 8 << 20
 """Left in a body for all but media: token ids, where media are, and their names."""
 OFF_LOOP_BYTES = 1 << 20
 """Media of more bytes are encoded in a thread."""
+MAX_ERROR_BYTES = 1 << 20
+"""Of a refusal that are read."""
 YIELD_DELTAS = 64
 """Of a whole answer, after which others have a turn on the event loop."""
 
@@ -235,7 +239,7 @@ class RoutedEngine(RenderOnlyEngine):
         answer = await self._answered(prompt, member, held)
         try:
             if answer.status != 200:
-                body = await answer.body()
+                body = await answer.body(MAX_ERROR_BYTES)
                 error = error_of(body, items, answer.status, answer.headers)
                 unknown = answer.status == 422 and any(m.bare for m in route.identity.media)
                 if unknown or answer.status in RETRIED_STATUSES:
@@ -268,7 +272,7 @@ class RoutedEngine(RenderOnlyEngine):
             if answer.status != 422 or not held:
                 return answer
             try:
-                error = error_of(await answer.body(), prompt.rendered.items, 422, [])
+                error = error_of(await answer.body(MAX_ERROR_BYTES), prompt.rendered.items, 422, [])
             finally:
                 answer.close()
             if getattr(error, "code", None) != MediaNotCachedError.code:
@@ -284,7 +288,7 @@ class RoutedEngine(RenderOnlyEngine):
         kept: list[TokenDelta] = []
         running, items = prompt.running, prompt.rendered.items
         streams = prompt.request.stream
-        left = set(running.unfinished)
+        left, room = set(running.unfinished), prompt.most_tokens
         try:
             async with aclosing(events_of(answer)) as events:
                 async for event in events:
@@ -294,8 +298,15 @@ class RoutedEngine(RenderOnlyEngine):
                         if isinstance(error, UnavailableError) and not streams:
                             raise _RefusedError(error)
                         raise error
-                    kept += deltas_of(event, prompt.request_id, prompt.sampling, items)
-                    left -= {each.index for each in kept if each.finish_reason is not None}
+                    try:
+                        new = deltas_of(event, prompt.request_id, prompt.sampling, items)
+                    except ValueError:
+                        raise RequestFailedError(NO_EVENTS) from None
+                    room -= sum(max(1, len(delta.token_ids)) for delta in new)
+                    if room < 0:
+                        raise RequestFailedError("the engine sent more tokens than were asked for")
+                    left -= {each.index for each in new if each.finish_reason is not None}
+                    kept += new
                     if not streams or not left:
                         continue
                     prompt.release()
@@ -329,6 +340,14 @@ class _Prompt:
     @property
     def model(self) -> str:
         return self.rendered.lora_name or str(self.engine.processor.model)
+
+    @property
+    def most_tokens(self) -> int:
+        """Of its answer, and for each sample one for an end without a token."""
+        most = self.sampling.max_tokens
+        if most is None:
+            most = self.engine.model.max_model_len
+        return (most + 1) * self.sampling.n
 
     def identity(self) -> Identity:
         return identify_prompt(

@@ -20,10 +20,13 @@ from PIL import Image
 
 from lookonce.cache.identity import item_key, media_hash, scope_digest
 from lookonce.config import EMBEDDED_MODELS, ITEM_TOPIC, NANO
+from lookonce.fleet import generate_events, routed_engine
 from lookonce.fleet.config import RenderedModel
 from lookonce.fleet.engine_http import EngineAnswer
 from lookonce.fleet.generate_events import events_of
+from lookonce.fleet.identity import MAX_VALUES
 from lookonce.fleet.index import short
+from lookonce.fleet.rendering import MAX_QUOTES
 from lookonce.fleet.subscriber import Added, Gone
 from lookonce.render.families.registry import load_family
 from tests.support.drawing import encoded, image_part, picture, text_part
@@ -41,6 +44,20 @@ pytestmark = pytest.mark.timeout(120)
 WORDS = {89: "o", 82: "h", 83: "i"}
 """Tokens of the embedded model."""
 FACTS = {"max_model_len": 4096, "vocab_size": 1024, "modalities": ["image", "audio"]}
+ODD_TOKEN = (
+    b'data: {"choices": [{"index": 0, "token_ids": [82],'
+    b' "logprobs": {"content": [{"token": "h", "logprob": 0, "top_logprobs":'
+    b' [{"token": "h", "logprob": 0}]}]}}]}\n\n'
+)
+"""Its log-probabilities name no token id."""
+NO_EVENTS = (
+    *(b"nonsense\n\n", b"data: \xff\n\n", b'data: {"choices": 3}\n\n', ODD_TOKEN),
+    b"x" * 1000,
+    b'data: {"choices": [{"index": 0, "token_ids": [82]}]}\n\n',
+)
+"""The last ones are never complete, and never end."""
+LONG = 100_000
+"""Tokens of an answer."""
 GENERATE = "/inference/v1/generate"
 ABORT = "/inference/v1/abort_requests"
 CHAT = "/v1/chat/completions"
@@ -98,8 +115,8 @@ def until(condition: Callable[[], object]) -> None:
         time.sleep(0.01)
 
 
-def event(*tokens: int, end: str | None = None, **more: Any) -> bytes:
-    choice = {"index": 0, "token_ids": tokens, "finish_reason": end}
+def event(*tokens: int, end: str | None = None, index: int = 0, **more: Any) -> bytes:
+    choice = {"index": index, "token_ids": tokens, "finish_reason": end}
     return b"data: " + json.dumps({"choices": [choice], **more}).encode() + b"\n\n"
 
 
@@ -144,6 +161,12 @@ def refuses(status: int, **error: Any) -> Answer:
 
 def text_of(response: httpx.Response) -> str:
     found: str = response.json()["choices"][0]["message"]["content"]
+    return found
+
+
+def last_event(response: httpx.Response) -> dict[str, Any]:
+    lines = [line for line in response.text.splitlines() if line.startswith("data: {")]
+    found: dict[str, Any] = json.loads(lines[-1][6:])
     return found
 
 
@@ -471,6 +494,71 @@ def test_a_film_that_is_named_otherwise_goes_there_too(fleet: Fleet) -> None:
     answer = httpx.post(fleet.frontend.url + CHAT, content=body, headers=headers)
     assert answer.status_code in (200, 400)
     assert all(each.target == CHAT for each in fleet.received)
+
+
+@pytest.mark.parametrize("many", [b'"",' * (MAX_QUOTES // 2), b"0," * MAX_VALUES])
+def test_a_body_whose_look_takes_long_goes_there_too(fleet: Fleet, many: bytes) -> None:
+    """512 MiB of quotes held the event loop of all tenants for 16 seconds."""
+    body = b'{"model": "nano", "messages": [{"role": "user", "content": "x"}], "x": [%b0]}' % many
+    headers = {"content-type": "application/json"}
+    httpx.post(fleet.frontend.url + CHAT, content=body, headers=headers, timeout=30)
+    assert [(each.target, len(each.body)) for each in fleet.received] == [(CHAT, len(body))]
+
+
+def test_a_long_answer_costs_by_its_length(fleet: Fleet) -> None:
+    """Each event was looked for in all that came before it: these took minutes."""
+
+    async def long(engine: FakeEngine, request: Received, writer: asyncio.StreamWriter) -> None:
+        begin_stream(writer)
+        for index in range(LONG // 1000):
+            send_chunk(writer, event(82, index=index) * 999 + event(82, index=index, end="length"))
+            await writer.drain()
+        send_chunk(writer, b"data: [DONE]\n\n")
+        writer.write(b"0\r\n\r\n")
+
+    fleet.answered_by(long)
+    assert fleet.ask(n=LONG // 1000, max_tokens=1000).json()["usage"]["completion_tokens"] == LONG
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("sent", NO_EVENTS)
+def test_an_engine_that_sends_no_events_ends_its_own_request(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, sent: bytes, stream: bool
+) -> None:
+    monkeypatch.setattr(generate_events, "MAX_EVENT_BYTES", 5000)
+
+    async def endless(engine: FakeEngine, request: Received, writer: asyncio.StreamWriter) -> None:
+        begin_stream(writer)
+        while True:  # fails once nobody reads it
+            send_chunk(writer, sent)
+            await writer.drain()
+            await asyncio.sleep(0.001)
+
+    fleet.answered_by(endless)
+    answer = fleet.ask(stream=stream, logprobs=True, top_logprobs=1, max_tokens=50)
+    error = answer.json() if answer.status_code != 200 else last_event(answer)
+    assert (answer.status_code, "error" in error) in ((500, True), (200, True))
+    assert not any(state.num_requests for state in fleet.frontend.fleet.router.engines.values())
+    fleet.answered_by(generates(82))
+    assert text_of(fleet.ask()) == "h"
+
+
+@pytest.mark.parametrize("status", [400, 422, 503])
+def test_an_engine_whose_refusal_never_ends_is_not_read_to_its_end(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, status: int
+) -> None:
+    monkeypatch.setattr(routed_engine, "MAX_ERROR_BYTES", 5000)
+
+    async def endless(engine: FakeEngine, request: Received, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 %d X\r\ntransfer-encoding: chunked\r\n\r\n" % status)
+        while True:
+            send_chunk(writer, b"x" * 1000)
+            await writer.drain()
+            await asyncio.sleep(0.001)
+
+    fleet.answered_by(endless)
+    assert fleet.ask().status_code in (status, 500, 503)
+    assert not any(state.num_requests for state in fleet.frontend.fleet.router.engines.values())
 
 
 def test_an_adapter_is_asked_for_where_it_is(fleet: Fleet) -> None:

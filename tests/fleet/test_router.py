@@ -17,6 +17,8 @@ from lookonce.cache.identity import item_key, media_hash, name_digest, scope_dig
 from lookonce.config import ENCODER_TOPIC, ITEM_TOPIC
 from lookonce.core.request import AdaptedKeys
 from lookonce.fleet.identity import (
+    MAX_FIRST_LEVEL_VALUES,
+    MAX_MARKS,
     MAX_MEDIA,
     MAX_PARTS,
     MAX_PIECES,
@@ -30,6 +32,7 @@ from lookonce.fleet.identity import (
 from lookonce.fleet.index import short
 from lookonce.fleet.router import NoEngineError, QueuePrice, Route, Router, engines_wanted
 from lookonce.fleet.subscriber import Added, AllGone, EngineLoad, Gone, PromptComputed
+from lookonce.server.http import body as engine_body
 from lookonce.types.lora import LoRAIdentity
 
 PROCESSOR = Processor(b"fingerprint")
@@ -176,6 +179,24 @@ def test_of_a_body_of_very_many_values_the_first_level_is_read() -> None:
     assert found.session == identify_body(short_body, "a", lambda _: PROCESSOR)[1].session
     wrong = json.dumps({**long, "model": 1}).encode()
     assert identify_body(wrong, "a", lambda _: PROCESSOR) == ({}, Identity())
+
+
+def test_of_a_body_that_engines_refuse_for_its_values_nothing_is_read() -> None:
+    """To pass over 512 MiB of them took seconds of the event loop."""
+    assert MAX_FIRST_LEVEL_VALUES >= engine_body.MAX_VALUES
+    sent = b'{"model": "nano", "messages": [' + b"0," * MAX_FIRST_LEVEL_VALUES + b"0]}"
+    assert identify_body(sent, "a", lambda _: PROCESSOR) == ({}, Identity())
+
+
+def test_the_search_for_large_media_ends_after_so_many_marks() -> None:
+    """Each costs half a microsecond of the event loop: 512 MiB of them took a minute of it."""
+    large = picture(b"a" * 60_000)
+    many = chat([{"type": "text", "text": ";base64,"}] * MAX_MARKS + [large])
+    found = identify_body(json.dumps(many).encode(), "a", lambda _: PROCESSOR)[1]
+    assert [medium.key for medium in found.media] == [short(picture_key(b"a" * 60_000, "a"))]
+    assert found.inline == ()  # it is sent as it came
+    few = chat([{"type": "text", "text": ";base64,"}, large])
+    assert len(identify_body(json.dumps(few).encode(), "a", lambda _: PROCESSOR)[1].inline) == 1
 
 
 def test_no_more_than_so_many_parts_and_media_are_read() -> None:

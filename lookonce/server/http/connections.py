@@ -63,6 +63,11 @@ DROPPED_BYTES_PER_SECOND = 50_000_000
 loop's time."""
 LEAST_DROP_BYTES = 16 * 1024
 """A read of less costs as much."""
+FEW_CHUNKS = 1024
+"""Of a body, in one read. Who sends more, of a byte each, takes milliseconds of the event loop with
+each read, so the next one has to wait for a turn."""
+CHUNK_COST_BYTES = 512
+"""As many as could be dropped in ten times the microsecond that a chunk takes."""
 MAX_PIPELINED = 24
 """Requests of one connection that may wait for the one being served."""
 UNREAD_BODY_BYTES = 512 * 1024
@@ -97,6 +102,27 @@ def refusal(status: int, code: str, message: str) -> bytes:
     return head.encode("ascii") + body
 
 
+class TurnFlow(FlowControl):
+    """As uvicorn's, but that nobody goes on to read before the connection's turn."""
+
+    def __init__(self, transport: asyncio.Transport, wait: Callable[[], bool]) -> None:
+        """`wait` is asked when somebody wants to go on: whether `resume_now` will be called
+        later."""
+        super().__init__(transport)
+        self._wait = wait
+        self.waits_for_turn = False
+
+    def resume_reading(self) -> None:
+        if not self.read_paused or self.waits_for_turn:
+            return
+        self.waits_for_turn = self._wait()
+        if not self.waits_for_turn:
+            self.resume_now()
+
+    def resume_now(self) -> None:
+        super().resume_reading()
+
+
 class HttpProtocol(HttpToolsProtocol):
     """uvicorn's HTTP protocol with limits, deadlines and refusals, on a `HeadBufferingTransport`.
 
@@ -122,6 +148,8 @@ class HttpProtocol(HttpToolsProtocol):
         self._limits = self._table.limits
         self._deadline = self._table.now + self._limits.header_timeout
         self._overhead = self._num_body_bytes = 0
+        self._num_chunks = 0
+        """Of the read that is parsed."""
         self._unread_since = math.inf
         """When the client stopped reading its answer."""
         self._handshake: asyncio.Task[Any] | None = None
@@ -136,7 +164,7 @@ class HttpProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         buffering = HeadBufferingTransport(cast(asyncio.Transport, transport))
         super().connection_made(cast(asyncio.Transport, buffering))
-        self.flow = self._turn_flow = TurnFlowControl(self.transport, self._wait_to_read)
+        self.flow: TurnFlow = TurnFlow(self.transport, self._wait_to_read)
         self._enter("headers", self._limits.header_timeout)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -178,8 +206,9 @@ class HttpProtocol(HttpToolsProtocol):
         if self.phase == "idle":
             self._enter("headers", self._limits.header_timeout)
         elif self.phase == "refused":
-            self._read_rest_in_turn(len(data))
+            self._read_in_turn(len(data))
             return
+        self._num_chunks = 0
         self._overhead += len(data)
         self._table.num_received += len(data)
         try:
@@ -195,12 +224,16 @@ class HttpProtocol(HttpToolsProtocol):
         if self._overhead > self._limits.max_header_bytes:
             self._refuse(self._header_too_large())
         elif self.phase == "body" and self.cycle.response_complete:
-            self._read_rest_in_turn(len(data))
+            self._read_in_turn(len(data) + self._num_chunks * CHUNK_COST_BYTES)
+        elif self._num_chunks > FEW_CHUNKS:
+            self._read_in_turn(self._num_chunks * CHUNK_COST_BYTES)
 
-    def _read_rest_in_turn(self, num_dropped: int = 0) -> None:
-        """So many bytes were dropped: no more is read before `Connections` says so."""
+    def _read_in_turn(self, num_dropped: int = 0) -> None:
+        """So many bytes were dropped, or as much work done: no more is read before `Connections`
+        says so."""
         if not self.transport.is_closing():
             self.flow.pause_reading()
+            self.flow.waits_for_turn = True
             self._table.wait_to_drop(self, num_dropped)
 
     def _wait_to_read(self) -> bool:
@@ -214,10 +247,19 @@ class HttpProtocol(HttpToolsProtocol):
         self._table.wait_to_read(self)
         return True
 
-    def read_in_turn(self) -> None:
-        """Its turn has come: read once."""
-        if not self.transport.is_closing():
-            self._turn_flow.resume_now()
+    def read_once(self) -> None:
+        """Its turn has come. Where the application has enough to read, it goes on itself."""
+        self.flow.waits_for_turn = False
+        if not self.transport.is_closing() and not self._has_enough():
+            self.flow.resume_now()
+
+    def _has_enough(self) -> bool:
+        cycle = self.cycle
+        return (
+            cycle is not None
+            and not cycle.response_complete
+            and len(cycle.body) > UNREAD_BODY_BYTES
+        )
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """As uvicorn's, with a limit, for trailers too. Raises `RefusedRequestError`."""
@@ -325,6 +367,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def on_chunk_header(self) -> None:
         self._overhead = max(0, self._overhead - CHUNK_OVERHEAD)
+        self._num_chunks += 1
 
     def on_body(self, body: bytes) -> None:
         """As uvicorn's, which stops reading at an eighth of `UNREAD_BODY_BYTES`."""
@@ -359,9 +402,10 @@ class HttpProtocol(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         self._table.leave_turns(self)
+        self.flow.waits_for_turn = False
         if self.phase == "body" and not self.pipeline:
             self._deadline = self._table.now + DISCARD_SECONDS
-            self._read_rest_in_turn()
+            self._read_in_turn()
             return
         self.flow.resume_reading()
         if self.pipeline:
@@ -407,7 +451,7 @@ class HttpProtocol(HttpToolsProtocol):
             return
         self.transport.write_eof()
         self._enter("refused", LINGER_SECONDS)
-        self._read_rest_in_turn()
+        self._read_in_turn()
 
     def pause_writing(self) -> None:
         self._unread_since = self._table.now
@@ -482,22 +526,6 @@ class Connection(Protocol):
     def check_deadline(self, now: float) -> None: ...
 
 
-class TurnFlowControl(FlowControl):
-    """uvicorn's, but that who asks to go on reading may have to wait for a turn."""
-
-    def __init__(self, transport: asyncio.Transport, wait: Callable[[], bool]) -> None:
-        """`wait`: whether `resume_now` will be called later."""
-        super().__init__(transport)
-        self._wait = wait
-
-    def resume_reading(self) -> None:
-        if self.read_paused and not self._wait():
-            self.resume_now()
-
-    def resume_now(self) -> None:
-        super().resume_reading()
-
-
 class AddressTurns:
     """Connections that wait, in turns by address; those of one address in the order of coming."""
 
@@ -536,7 +564,8 @@ class Connections:
     What is dropped is read in turns by address, `DROPPED_BYTES_PER_SECOND` in all: who sends
     without end what is refused would else have more of the event loop than those who are served.
     So is what large bodies have beyond `UNREAD_BODY_BYTES`, one read in each turn of the event
-    loop: whoever asks something small waits in each of its turns for no more than one.
+    loop: whoever asks something small waits in each of its turns for no more than one. Bodies of
+    very many chunks are read as what is dropped is: each chunk costs as much as many bytes.
     """
 
     def __init__(
@@ -587,7 +616,7 @@ class Connections:
         self._open.set(self.total)
 
     def wait_to_drop(self, connection: HttpProtocol, num_dropped: int) -> None:
-        """Call its `read_in_turn` once its turn has come, unless it is removed before. It has just
+        """Call its `read_once` once its turn has come, unless it is removed before. It has just
         dropped so many bytes."""
         if num_dropped:
             self._num_dropped += max(num_dropped, LEAST_DROP_BYTES)
@@ -607,10 +636,10 @@ class Connections:
         if self._dropping:
             self._start_drop_turn()
         if connection is not None:
-            connection.read_in_turn()
+            connection.read_once()
 
     def wait_to_read(self, connection: HttpProtocol) -> None:
-        """Call its `read_in_turn` once its turn has come, unless it is removed before."""
+        """Call its `read_once` once its turn has come, unless it is removed before."""
         self._reading.add(connection)
         if self._read_turn is None:
             self._read_turn = asyncio.get_running_loop().call_soon(self._give_read_turn)
@@ -621,7 +650,7 @@ class Connections:
         if self._reading:
             self._read_turn = asyncio.get_running_loop().call_soon(self._give_read_turn)
         if connection is not None:
-            connection.read_in_turn()
+            connection.read_once()
 
     def leave_turns(self, connection: HttpProtocol) -> None:
         self._dropping.discard(connection)

@@ -12,6 +12,7 @@ import pytest
 from lookonce.config import ConnectionConfig
 from lookonce.server import process
 from lookonce.server.http.connections import (
+    FEW_CHUNKS,
     UNREAD_BODY_BYTES,
     Acceptor,
     Connections,
@@ -582,6 +583,60 @@ def test_the_rest_of_a_body_that_was_answered_is_read_in_turns_and_not_for_ever(
         assert wire.state == "open"
         running.pass_seconds(3)
         assert wire.state == "aborted"
+
+    on_connections(scenario)
+
+
+CHUNKED = b"POST /x HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
+TINY = b"1\r\na\r\n"
+
+
+def test_a_body_of_very_many_chunks_is_read_in_turns_whether_it_is_dropped_or_not():
+    """16 connections of chunks of one byte held the event loop for three seconds."""
+
+    async def scenario(running):
+        bodies = []
+
+        async def app(scope, receive, send):
+            got, more = b"", True
+            while more:
+                message = await receive()
+                got, more = got + message["body"], message["more_body"]
+            bodies.append(got)
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body", "body": b"ok"})
+
+        running.app = app
+        protocol, wire = running.connect()
+        protocol.data_received(CHUNKED + TINY * FEW_CHUNKS)
+        await settle()
+        assert not protocol.flow.read_paused
+        for _ in range(3):
+            protocol.data_received(TINY * (FEW_CHUNKS + 1))
+            await settle()  # the application wants to read on
+            assert protocol.flow.read_paused
+            await until(lambda: not protocol.flow.read_paused)
+        protocol.data_received(b"0\r\n\r\n")
+        await until(lambda: b"ok" in wire.written)
+        assert bodies == [b"a" * (4 * FEW_CHUNKS + 3)]
+        assert (protocol.phase, protocol.flow.read_paused) == ("idle", False)
+
+    on_connections(scenario)
+
+
+def test_a_turn_reads_nothing_that_the_application_has_no_room_for():
+    async def scenario(running):
+        async def reads_nothing(scope, receive, send):
+            await running.go.wait()
+
+        running.app = reads_nothing
+        protocol, _ = running.connect()
+        full = b"%x\r\n%b\r\n" % (UNREAD_BODY_BYTES + 1, b"a" * (UNREAD_BODY_BYTES + 1))
+        protocol.data_received(CHUNKED + full + TINY * (FEW_CHUNKS + 1))
+        assert protocol.flow.waits_for_turn
+        await until(lambda: not protocol.flow.waits_for_turn)
+        assert protocol.flow.read_paused
+        running.go.set()
 
     on_connections(scenario)
 
