@@ -45,6 +45,7 @@ def test_no_option_is_explained_that_there_is_not():
         "--before",
         "--cost",
         "--rounds",
+        "--attack",
         "--renders",
     }
     assert set(re.findall(r"--[a-z][a-z-]+", PAGE)) <= known | of_benchmarks | {"--json"}
