@@ -785,21 +785,25 @@ class Frontend:
         else:
             await exchange.answer(*held)
 
+    async def _ask_all(self, exchange: _Exchange) -> list[EngineAnswerParts]:
+        """The answers of all engines that take requests, without those that were lost."""
+        answers: list[EngineAnswerParts] = []
+        for member in self._fleet.ready():
+            with contextlib.suppress(EngineLostError):
+                async with exchange.asking(member, exchange.request_id) as answer:
+                    answers.append((answer.status, answer.headers, await answer.body()))
+        return answers
+
     async def _broadcast(self, exchange: _Exchange) -> None:
         """To all engines; the first error is answered, else what all aborted."""
         aborting = exchange.path.endswith("abort_requests")
+        answers = await self._ask_all(exchange)
+        held = next((each for each in answers if each[0] != 200), answers[-1] if answers else None)
         aborted: list[str] = []
-        held: EngineAnswerParts | None = None
-        for member in self._fleet.ready():
-            try:
-                async with exchange.asking(member, exchange.request_id) as answer:
-                    got = answer.status, answer.headers, await answer.body()
-            except EngineLostError:
-                continue
-            if held is None or held[0] == 200:
-                held = got
-            if got[0] == 200 and aborting:
-                aborted += msgspec.json.decode(got[2])["aborted"]
+        if aborting:
+            for status, _, body in answers:
+                if status == 200:
+                    aborted += msgspec.json.decode(body)["aborted"]
         if self._rendering is not None and aborting and held is not None and held[0] == 200:
             asked = msgspec.json.decode(exchange.content, type=_Aborts).request_ids
             unknown = [each for each in asked if each not in aborted]  # to engines, yet
@@ -813,18 +817,10 @@ class Frontend:
 
     async def _sum(self, exchange: _Exchange) -> None:
         """The figures of all engines that answer, added; the first error where none does."""
-        told: list[dict[str, Any]] = []
-        held: EngineAnswerParts | None = None
-        for member in self._fleet.ready():
-            try:
-                async with exchange.asking(member, exchange.request_id) as answer:
-                    got = answer.status, answer.headers, await answer.body()
-            except EngineLostError:
-                continue
-            if got[0] == 200:
-                told.append(msgspec.json.decode(got[2]))
-            if held is None or got[0] == 200:
-                held = got
+        answers = await self._ask_all(exchange)
+        good = [each for each in answers if each[0] == 200]
+        told: list[dict[str, Any]] = [msgspec.json.decode(body) for _, _, body in good]
+        held = good[-1] if good else answers[0] if answers else None
         if held is None:
             await exchange.refuse(503, "no_engine", "no engine takes requests now")
         elif told:

@@ -375,7 +375,7 @@ class HttpProtocol(HttpToolsProtocol):
         if not cycle.response_complete:
             cycle.body += body
             self._num_body_bytes += len(body)
-            if self._num_body_bytes > UNREAD_BODY_BYTES:  # which more than so many unread are, too
+            if self._num_body_bytes > UNREAD_BODY_BYTES:
                 self.flow.pause_reading()
             cycle.message_event.set()
         overhead = self._overhead - len(body)
