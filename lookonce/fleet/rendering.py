@@ -11,6 +11,7 @@ tokens, or media that these do not carry, go to an engine as they came.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import re
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -34,18 +35,13 @@ from lookonce.fleet.identity import (
     without_payloads,
 )
 from lookonce.fleet.routed_engine import ClientRequest, RoutedEngine, current_request
-from lookonce.frontend.frontend import dialect_of, reasoning_of
-from lookonce.frontend.metrics import Metrics
 from lookonce.frontend.model_download import with_local_model
-from lookonce.frontend.sampling_params import read_defaults
-from lookonce.render.readonly import ReadOnlyBindings, ReadOnlyDirectory, open_readonly
-from lookonce.render.renderer import open_renderer
 from lookonce.server.http.api_keys import KeyRing
 from lookonce.server.http.app import ROUTES, Application, build_app
-from lookonce.server.http.unknown_fields import UnknownFields
+from lookonce.server.http.request_guard import RequestGuard
+from lookonce.server.render_services import open_render_services
 from lookonce.server.services import Services
 from lookonce.server.warmup import warm_up
-from lookonce.types.counts import Counts
 from lookonce.types.model import ModelInfo
 
 logger = logging.getLogger("lookonce.fleet")
@@ -289,19 +285,8 @@ async def open_served(
     """The application for one model. Raises `ModelLoadError` or `ConfigError`."""
     assert told.facts is not None
     config = await asyncio.to_thread(_config_of, model, told)
-    counts = Counts()
-    async with (
-        open_renderer(
-            config.model,
-            config.media,
-            directory=ReadOnlyDirectory(),
-            uuids=ReadOnlyBindings(),
-            chat_template=config.server.chat_template,
-            max_model_len=told.facts.max_model_len,
-        ) as main,
-        open_readonly(main, config.media, counts=counts) as renderer,
-        open_readonly(main, config.media, reads_headers=False) as warmup_renderer,
-    ):
+    async with open_render_services(config) as opened:
+        renderer, main = opened.readonly, opened.renderer
         if renderer.fingerprint != told.fingerprint:
             raise LookOnceError("its files here are not those of its engines")
         renderer.token_cache = main.token_cache
@@ -309,20 +294,8 @@ async def open_served(
         renderer.served_modalities = told.facts.modalities
         info = _model_info(model.name, told)
         engine = RoutedEngine(fleet, told, info, config.media.max_body_bytes)
-        services = Services(
-            config=config,
-            renderer=renderer,
-            readonly=renderer,
-            engine=engine,
-            metrics=Metrics(config.model.served_name, counts=counts),
-            keys=KeyRing.of(server),
-            defaults=read_defaults(
-                config.model.folder, closed_schemas=config.server.closed_schemas
-            ),
-            warmup_renderer=warmup_renderer,
-            tool_dialect=dialect_of(config, renderer),
-            reasoning=reasoning_of(config, renderer),
-            unknown_fields=UnknownFields(strict=config.server.strict_requests),
+        services = dataclasses.replace(
+            opened, renderer=renderer, engine=engine, keys=KeyRing.of(server), guard=RequestGuard()
         )
         app = build_app(services, RENDERED_ROUTES)
         await warm_up(services, app)
@@ -337,13 +310,15 @@ def _config_of(model: RenderedModel, told: Processor) -> Config:
         name: tuple(value) if isinstance(value, list) else value
         for name, value in model.options.items()
     }
-    options = Options(
-        model=model.model,
-        served_model_name=model.name,
-        dtype=told.dtype,
-        mm_hash_algorithm=told.algorithm,
-        **given,
-    )
+    assert told.facts is not None
+    of_engines = {
+        "model": model.model,
+        "served_model_name": model.name,
+        "dtype": told.dtype,
+        "mm_hash_algorithm": told.algorithm,
+        "max_model_len": told.facts.max_model_len,
+    }
+    options = Options(**{**given, **of_engines})
     return with_local_model(resolve(options), weights=False)
 
 

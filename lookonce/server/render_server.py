@@ -7,58 +7,13 @@ the same folder with the same dtype, for these are part of a MediaHash.
 from __future__ import annotations
 
 import socket
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 
 from lookonce.config import Config
-from lookonce.frontend.frontend import RenderOnlyEngine, dialect_of, reasoning_of
-from lookonce.frontend.metrics import Metrics
-from lookonce.frontend.sampling_params import read_defaults
-from lookonce.render.readonly import ReadOnlyBindings, ReadOnlyDirectory, open_readonly
-from lookonce.render.renderer import open_renderer
-from lookonce.server.http.api_keys import KeyRing
 from lookonce.server.http.app import RENDER_ROUTES, build_app
-from lookonce.server.http.request_guard import RequestGuard
-from lookonce.server.http.unknown_fields import UnknownFields
 from lookonce.server.process import DrainOnSignal, api_server
-from lookonce.server.services import Services
+from lookonce.server.render_services import open_render_services
 from lookonce.server.warmup import warming_up
-from lookonce.types.counts import Counts
-
-
-@asynccontextmanager
-async def open_render_services(config: Config) -> AsyncIterator[Services]:
-    """Without `--max-model-len` a prompt may have any length. Raises `ModelLoadError`."""
-    counts = Counts()
-    async with (
-        open_renderer(
-            config.model,
-            config.media,
-            directory=ReadOnlyDirectory(),
-            uuids=ReadOnlyBindings(),
-            chat_template=config.server.chat_template,
-            max_model_len=config.model.max_model_len,
-        ) as renderer,
-        open_readonly(renderer, config.media, counts=counts) as readonly,
-        open_readonly(renderer, config.media, reads_headers=False) as warmup_renderer,
-    ):
-        metrics = Metrics(config.model.served_name, config.server.vllm_metric_names, counts)
-        yield Services(
-            config=config,
-            renderer=renderer,
-            readonly=readonly,
-            engine=RenderOnlyEngine(config.lora),
-            metrics=metrics,
-            keys=KeyRing.of(config.server),
-            guard=RequestGuard.of(config.server),
-            defaults=read_defaults(
-                config.model.folder, closed_schemas=config.server.closed_schemas
-            ),
-            warmup_renderer=warmup_renderer,
-            tool_dialect=dialect_of(config, renderer),
-            reasoning=reasoning_of(config, renderer),
-            unknown_fields=UnknownFields(strict=config.server.strict_requests),
-        )
 
 
 async def serve_render(
