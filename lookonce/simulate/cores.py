@@ -8,10 +8,9 @@ takes; the threads of a job wait for each other.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from lookonce.simulate.engine import VirtualClock
+from lookonce.simulate.clock import VirtualClock
 
 EQUAL_SECONDS = 1e-12
 

@@ -5,14 +5,14 @@
 
 The API process does one thing at a time, and media workers one item each. Engine, API process and
 workers share cores where the price list says how many there are. A step takes what the price list
-says of its plan. Where the scheduler says that steps only decode (`core.decode_runs`),
+says of its plan, and where it computes prompts, as many times that as their requests' spread says.
+Where the scheduler says that steps only decode (`core.decode_runs`),
 as many as nothing interrupts are one event.
 """
 
 from __future__ import annotations
 
 import heapq
-import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -35,6 +35,7 @@ from lookonce.engine.process.cache_events import LOAD_SECONDS, Load
 from lookonce.errors import RequestError
 from lookonce.fleet.subscriber import Change
 from lookonce.kv.connector import KVConnector
+from lookonce.simulate.clock import VirtualClock
 from lookonce.simulate.cores import Cores, Job
 from lookonce.simulate.following import FollowedEvents
 from lookonce.simulate.prices import Prices
@@ -71,41 +72,6 @@ MAX_SHARE = 0.9
 """Of the API process's time that streaming takes, as far as it delays requests."""
 SCOPE = bytes(32)
 NO_TOKENS = np.zeros(0, np.int32)
-
-
-class VirtualClock:
-    """Events in order of their time, then of their making. Calling it gives the time, seconds."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        self.num_events = 0
-        self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
-
-    def __call__(self) -> float:
-        return self.now
-
-    def at(self, moment: float, call: Callable[..., None], *arguments: Any) -> None:
-        """Call at `moment`, or now where that has passed."""
-        if moment < self.now:
-            moment = self.now
-        self.num_events += 1
-        heapq.heappush(self._events, (moment, self.num_events, call, arguments))
-
-    def after(self, seconds: float, call: Callable[..., None], *arguments: Any) -> None:
-        self.num_events += 1
-        heapq.heappush(self._events, (self.now + seconds, self.num_events, call, arguments))
-
-    @property
-    def next_moment(self) -> float:
-        """Of the next event; infinite where there is none."""
-        return self._events[0][0] if self._events else math.inf
-
-    def run(self, until: float = math.inf) -> None:
-        """All events before `until`."""
-        events = self._events
-        while events and events[0][0] < until:
-            self.now, _, call, arguments = heapq.heappop(events)
-            call(*arguments)
 
 
 class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -157,6 +123,17 @@ class _Run:
     context: int
     job: Job | None = None
     """Where cores are shared."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A step that computes prompts or tells what has ended, under way."""
+
+    plan: StepPlan
+    spread: float
+    """How many times its price it takes."""
+    seconds: float
+    """That it takes."""
 
 
 @dataclass(slots=True)
@@ -337,7 +314,7 @@ class SimulatedEngine:
         self._run: _Run | None = None
         self._version = 0
         """Of the end of the step, or of the steps, under way."""
-        self._step: tuple[StepPlan, float] | None = None
+        self._step: _Step | None = None
 
     def _open_connector(self, block_bytes: int, shared: Sequence[SimulatedTier]) -> KVConnector:
         own = own_tiers(self.spec.kv_tiers, block_bytes, self.prices, self.clock)
@@ -383,6 +360,7 @@ class SimulatedEngine:
         request, prices = served.request, self.prices
         sent = sum([medium.num_bytes for medium in request.media])
         seconds = prices.of_request(request.prompt_tokens, len(request.media), sent)
+        seconds *= prices.spread_of(served.number)
         seconds /= 1.0 - self._streaming_share()
         self._api.run(seconds, self._resolve, served)
         self._note_streaming()
@@ -418,6 +396,7 @@ class SimulatedEngine:
             if waiting is None:
                 waiting = self._making[key] = []
                 seconds = self.prices.of_processing(medium.pixels, medium.length)
+                seconds *= self.prices.spread_of(served.number)
                 self._workers.run(seconds, self._made, key, medium.length)
                 served.processed += 1
                 self.directory.count("miss")
@@ -512,8 +491,9 @@ class SimulatedEngine:
                 self._take(output)
             self._tell_load()
             return
-        seconds = self.prices.of_step(plan)
-        self._step = plan, seconds
+        spread = self._spread_of(plan)
+        seconds = spread * self.prices.of_step(plan)
+        self._step = _Step(plan, spread, seconds)
         self._version += 1
         self._note_streaming()
         if self._cores is None:
@@ -521,6 +501,18 @@ class SimulatedEngine:
         else:
             threads = self.prices.threads_of(plan)
             self._cores.run(seconds, self._end_step, self._version, threads=threads)
+
+    def _spread_of(self, plan: StepPlan) -> float:
+        """How many times its price a step takes: the mean over the requests in it that wait for
+        their first token; once, where there is none."""
+        found = []
+        sequences = self._state.queues.sequences
+        for entry in plan.scheduled:
+            sequence = sequences.get(entry.seq_id)
+            served = sequence and self._served[sequence.request.request_id]
+            if served and served.first_token < 0:
+                found.append(self.prices.spread_of(served.number))
+        return sum(found) / len(found) if found else 1.0
 
     def _note_streaming(self) -> None:
         """What streaming takes of the cores; while the API process has other work, which takes so
@@ -585,9 +577,9 @@ class SimulatedEngine:
             self._end_run(self._run)
         else:
             assert self._step is not None
-            plan, seconds = self._step
-            self._step = None
-            result = self._result(plan)
+            step, self._step = self._step, None
+            plan, seconds = step.plan, step.seconds
+            result = self._result(plan, step.spread)
             self.totals.steps += 1
             self.totals.busy += seconds
             self.load.note_step(plan, result, seconds)
@@ -615,7 +607,7 @@ class SimulatedEngine:
         at = len(sequence.tokens)
         return self._served[sequence.request.request_id].tokens[at : at + count]
 
-    def _result(self, plan: StepPlan) -> StepResult:
+    def _result(self, plan: StepPlan, spread: float) -> StepResult:
         """What the model would have given: the tokens that the trace has."""
         sequences = self._state.queues.sequences
         sampled = []
@@ -630,7 +622,8 @@ class SimulatedEngine:
         if plan.encode:
             shared = self.prices.encode_step / len(plan.encode)
             for item in plan.encode:
-                seconds[item.key] = shared + self.prices.of_encoding(item.item.expansion.num_embeds)
+                price = shared + self.prices.of_encoding(item.item.expansion.num_embeds)
+                seconds[item.key] = spread * price
         return StepResult(token_ids=tuple(sampled), encode_seconds=seconds)
 
     def _take(self, output: SchedulerOutput) -> None:
@@ -639,7 +632,7 @@ class SimulatedEngine:
             stats = delta.reuse_stats
             if stats is not None:
                 served = self._served[delta.request_id]
-                served.first_token = self.clock.now + self.prices.first_token
+                served.first_token = self.clock.now + self._delivery(served)
                 served.cached_tokens = stats.prefix_cached_tokens + stats.external_cached_tokens
                 served.external_tokens = stats.external_cached_tokens
                 served.encoder_runs = sum(outcome == "miss" for outcome in stats.encoder)
@@ -654,10 +647,14 @@ class SimulatedEngine:
         self._ended.clear()
 
     def _end(self, served: Served, failed: str) -> None:
-        served.ended = self.clock.now + self.prices.first_token
+        served.ended = self.clock.now + self._delivery(served)
         served.failed = failed
         served.tokens = NO_TOKENS
         self._on_end(served)
+
+    def _delivery(self, served: Served) -> float:
+        """Seconds from the end of a step until the client has the request's token."""
+        return self.prices.first_token * self.prices.spread_of(served.number)
 
     def _tell_load(self) -> None:
         events = self._events

@@ -9,6 +9,9 @@
     + where the encoder runs:       encode_step + encode_item x items + encode_token x tokens
 
 A pair is a token of the chunk and one that it attends to.
+
+No two requests take the same, even of one kind on an idle server. `spread` tells how unequal they
+are, and `spread_of` gives each request its share of that.
 """
 
 from __future__ import annotations
@@ -24,6 +27,9 @@ from lookonce.types.step import StepPlan
 
 NANO_PRICES = Path(__file__).with_name("nano.json")
 """Measured on the machine that the file names."""
+_GOLDEN = 0x9E3779B97F4A7C15
+"""The fraction of the golden ratio, of 2**64."""
+_MASK = 0xFFFF_FFFF_FFFF_FFFF
 
 
 class TierPrices(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -80,6 +86,9 @@ class Prices(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Cores that computing a prompt, and encoding, keep busy; all else of a step takes one."""
     route: float = 0.0
     """In a fleet: from the front-end to the engine's server."""
+    spread: tuple[float, ...] = (1.0,)
+    """Evenly spaced quantiles of the seconds to the first token over the median of requests of the
+    same kind, ascending; no unit."""
     # External tiers.
     host: TierPrices = TierPrices()
     disk: TierPrices = TierPrices(operation=5e-4, byte=1e-9)
@@ -133,6 +142,16 @@ class Prices(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         each = self.step + self.decode_row * num_rows + self.decode_context * context
         grown = self.decode_context * num_rows * (num_steps - 1) / 2
         return num_steps * (each + grown)
+
+    def spread_of(self, number: int) -> float:
+        """How many times the price the request with this number takes, until its first token: in
+        the API process, in media workers, in steps that compute its prompt.
+
+        Numbers step through `spread` by the golden ratio, so that it is the same in each run, and
+        any requests that follow one another have nearly the whole distribution.
+        """
+        part = (number + 1) * _GOLDEN & _MASK
+        return self.spread[part * len(self.spread) >> 64]
 
     def of_processing(self, pixels: int, num_tokens: int) -> float:
         return self.process_item + self.process_pixel * pixels + self.process_token * num_tokens
@@ -197,6 +216,8 @@ def read_prices(path: Path) -> Prices:
     for name, value in msgspec.structs.asdict(prices).items():
         if isinstance(value, (int, float)) and not 0 <= value < 1e12:
             raise ConfigError(f"{path}: {name} is {value}")
+    if not prices.spread or not all(0 < each < 1e6 for each in prices.spread):
+        raise ConfigError(f"{path}: spread has numbers above 0, at least one")
     if prices.step + prices.decode_row <= 0 or prices.block_size < 1 or prices.media_workers < 1:
         raise ConfigError(f"{path}: a step takes time, and there is a block size and a worker")
     return prices

@@ -31,7 +31,8 @@ import numpy as np
 
 from lookonce.errors import UnavailableError
 from lookonce.fleet.subscriber import GATHER_SECONDS, Change
-from lookonce.simulate.engine import EngineSpec, Served, SimulatedEngine, VirtualClock
+from lookonce.simulate.clock import VirtualClock
+from lookonce.simulate.engine import EngineSpec, Served, SimulatedEngine
 from lookonce.simulate.prices import Prices
 from lookonce.simulate.tiers import shared_tiers
 from lookonce.simulate.trace import TraceRequest
@@ -49,7 +50,7 @@ FINISH = b""
 
 def lag_of(prices: Prices) -> float:
     """Seconds after which the front-end learns of anything, at least."""
-    return min(prices.first_token, GATHER_SECONDS / 4)
+    return min(prices.first_token * min(prices.spread), GATHER_SECONDS / 4)
 
 
 class Arrival(NamedTuple):

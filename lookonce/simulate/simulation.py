@@ -26,7 +26,8 @@ from lookonce.fleet.identity import PIECE_TOKENS, Identity, Medium, Piece
 from lookonce.fleet.index import short
 from lookonce.fleet.router import EngineState, Route, Router
 from lookonce.fleet.subscriber import Change
-from lookonce.simulate.engine import EngineSpec, SimulatedEngine, VirtualClock
+from lookonce.simulate.clock import VirtualClock
+from lookonce.simulate.engine import EngineSpec, SimulatedEngine
 from lookonce.simulate.following import BlockIndex, OutputIndex
 from lookonce.simulate.prices import Prices
 from lookonce.simulate.shards import (

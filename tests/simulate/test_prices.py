@@ -1,12 +1,25 @@
-"""Prices: what steps took is found again."""
+"""Prices: what steps took is found again, and each request has its part of the spread."""
 
 from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from lookonce.simulate.prices import STEP_PRICES, Prices, amounts_of, fit
+from lookonce.errors import ConfigError
+from lookonce.simulate.prices import (
+    NANO_PRICES,
+    STEP_PRICES,
+    Prices,
+    amounts_of,
+    fit,
+    read_prices,
+)
 from lookonce.types.step import ScheduledSequence, StepPlan
 
 PRICES = Prices(
@@ -75,3 +88,36 @@ def test_a_step_keeps_as_many_cores_busy_as_its_parts_do_on_average() -> None:
     plan = StepPlan(0, scheduled=rows)
     assert prices.of_step(plan) == pytest.approx(decoding + prompt)
     assert prices.threads_of(plan) == pytest.approx((decoding + 2 * prompt) / (decoding + prompt))
+
+
+@given(first=st.integers(0, 1 << 40), count=st.integers(1, 2000), parts=st.integers(1, 100))
+def test_any_requests_that_follow_one_another_have_nearly_the_whole_spread(
+    first: int, count: int, parts: int
+) -> None:
+    prices = Prices(spread=tuple(np.linspace(0.5, 3.0, parts)))
+    found = [prices.spread_of(number) for number in range(first, first + count)]
+    assert found == [prices.spread_of(number) for number in range(first, first + count)]
+    counts = Counter(found)
+    assert all(abs(counts[each] - count / parts) < 3.0 for each in prices.spread)
+    mean = float(np.mean(prices.spread))
+    assert abs(float(np.mean(found)) - mean) < 2.5 * 3.0 / count
+
+
+def test_without_a_spread_each_request_takes_its_price() -> None:
+    assert {Prices().spread_of(number) for number in range(50)} == {1.0}
+    assert {read_prices(NANO_PRICES).spread_of(number) for number in range(50)} == {1.0}
+
+
+def test_a_price_list_is_read_as_it_was_written(tmp_path: Path) -> None:
+    path = tmp_path / "prices.json"
+    written = msgspec.structs.replace(PRICES, spread=(0.8, 0.95, 1.0, 1.3, 4.0))
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(written), indent=1))
+    assert read_prices(path) == written
+
+
+@pytest.mark.parametrize("spread", [[], [0.0, 1.0], [1.0, -1.0], [1e9], 1.0])
+def test_a_spread_that_no_requests_have_is_refused(tmp_path: Path, spread: object) -> None:
+    path = tmp_path / "prices.json"
+    path.write_bytes(msgspec.json.encode({"spread": spread}))
+    with pytest.raises(ConfigError, match="spread"):
+        read_prices(path)

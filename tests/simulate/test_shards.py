@@ -99,22 +99,31 @@ def test_a_fleet_of_which_only_the_likely_engines_are_compared_does_the_same(nam
     lag=st.floats(1e-4, 0.02),
     route=st.sampled_from([0.0, 0.003]),
     count=st.integers(1, 4),
+    spread=st.lists(st.floats(0.1, 5.0), min_size=1, max_size=9).map(sorted),
 )
-def test_they_do_whatever_the_lag_and_the_rate(
-    seed: int, rate: float, lag: float, route: float, count: int
+def test_they_do_whatever_the_lag_the_rate_and_the_spread(
+    seed: int, rate: float, lag: float, route: float, count: int, spread: list[float]
 ) -> None:
-    prices = Prices(first_token=lag, route=route, prompt_token=2e-5)
+    prices = Prices(first_token=lag, route=route, prompt_token=2e-5, spread=tuple(spread))
     shape = Shape(requests=25, rate=rate, turns=3, pictures=2, output_tokens=9, seed=seed)
     spec = FleetSpec(engines=4, engine=SMALL)
     requests = list(GENERATORS["conversations"](shape))
     assert together(requests, spec, prices)[1] == in_shards(requests, spec, prices, count)[1]
 
 
+def test_a_first_token_that_comes_sooner_than_its_price_is_in_time() -> None:
+    prices = Prices(first_token=5e-3, prompt_token=2e-5, spread=(0.05, 1.0, 3.0))
+    spec = FleetSpec(engines=4, router="least_loaded", engine=SMALL)
+    requests = list(GENERATORS["conversations"](replace(SHAPE, requests=300, rate=300.0)))
+    assert together(requests, spec, prices)[1] == in_shards(requests, spec, prices, 3)[1]
+
+
 def test_another_process_does_the_same() -> None:
     spec = FleetSpec(engines=6, engine=SMALL)
+    prices = Prices(spread=(0.5, 1.0, 4.0))
     requests = list(GENERATORS["zipf"](SHAPE))
-    one = Simulation(spec, Prices()).run(requests)
-    other = Simulation(msgspec.structs.replace(spec, processes=2), Prices()).run(requests)
+    one = Simulation(spec, prices).run(requests)
+    other = Simulation(msgspec.structs.replace(spec, processes=2), prices).run(requests)
     assert figures(one) == pytest.approx(figures(other), rel=1e-12)
     assert np.array_equal(one.first_token, other.first_token)
 

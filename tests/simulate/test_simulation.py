@@ -20,8 +20,9 @@ from lookonce.engine.process.build import assemble
 from lookonce.engine.process.grammar import GrammarCompiler
 from lookonce.engine.process_io import EngineSettings
 from lookonce.errors import ConfigError
+from lookonce.simulate.clock import VirtualClock
 from lookonce.simulate.cores import Cores
-from lookonce.simulate.engine import EngineSpec, VirtualClock
+from lookonce.simulate.engine import EngineSpec
 from lookonce.simulate.prices import NANO_PRICES, Prices, read_prices
 from lookonce.simulate.simulation import (
     IDLE_COMPARED,
@@ -94,6 +95,27 @@ def test_text_takes_what_its_steps_take() -> None:
     computed = 0.25 + 1.0 + 100 * 0.01
     assert only.first_token == pytest.approx(computed + 0.125)
     assert only.ended == pytest.approx(computed + 3 * 1.1 + 0.125)
+
+
+def test_a_request_takes_as_many_times_its_prices_as_its_spread_until_its_first_token() -> None:
+    prices = msgspec.structs.replace(PRICES, spread=(3.0,))
+    text, picture = run([asked(0.0, 100, 4), asked(50.0, 64, 4, name=2, pictures=1)], prices=prices)
+    computed = 3 * (0.25 + 1.0 + 100 * 0.01)
+    assert text.first_token == pytest.approx(computed + 3 * 0.125)
+    assert text.ended - text.first_token == pytest.approx(3 * 1.1)
+    looked = 3 * (0.25 + 4.0 + 1.0 + 0.64 + 2.5 + 0.125)
+    assert picture.first_token - 50.0 == pytest.approx(looked)
+    assert picture.ended - picture.first_token == pytest.approx(3 * 1.1)
+
+
+def test_a_step_of_two_prompts_takes_the_mean_of_their_spreads() -> None:
+    prices = msgspec.structs.replace(PRICES, request=0.0, spread=(1.0, 3.0))
+    assert [prices.spread_of(number) for number in range(3)] == [3.0, 1.0, 3.0]
+    requests = [asked(0.0, 100, 1), asked(1.0, 100, 1, name=2), asked(1.0, 100, 1, name=3)]
+    _, second, third = run(requests, prices=prices)
+    computed = 3 * (1.0 + 1.0) + 2 * (1.0 + 2 * 1.0)
+    assert second.first_token == pytest.approx(computed + 0.125)
+    assert third.first_token == pytest.approx(computed + 3 * 0.125)
 
 
 def test_one_core_is_shared_by_all_that_a_server_does() -> None:
@@ -244,7 +266,9 @@ def test_every_request_ends_once_and_a_seed_decides_everything(name: str, router
 @pytest.mark.parametrize("gigabytes", [0.1, 0.0015])
 def test_runs_of_steps_equal_single_steps(name: str, gigabytes: float) -> None:
     """With prices that depend on the context, of steps and of what streaming slows."""
-    prices = msgspec.structs.replace(read_prices(NANO_PRICES), kv_token_bytes=1024)
+    prices = msgspec.structs.replace(
+        read_prices(NANO_PRICES), kv_token_bytes=1024, spread=(0.7, 1.0, 2.5)
+    )
     engine = EngineSpec(kv_cache_bytes=int(gigabytes * (1 << 30)))
     requests = list(GENERATORS[name](replace(SHAPE, rate=20.0, think_seconds=1.0)))
     several = run(requests, FleetSpec(engine=engine), prices)
