@@ -60,7 +60,14 @@ UNLIKE = 2.0
 """Engines whose rates differ by less are taken for equal."""
 RECOMPUTED = 1.5
 BESIDE = 0.5
-"""Of the seconds of an answer, what a request beside it waits for: steps decode all of them."""
+"""Of the seconds of a token, what it adds to a step that decodes others, too: until that is
+measured."""
+LEAST_BESIDE = 0.1
+"""The least of it that is believed: prompts, too, keep waiting what is decoded at their engine."""
+DECODES_KEPT = 0.9
+"""Of what was measured of decode steps before, at a new measurement."""
+MIN_INDEPENDENT = 0.01
+"""1 - r² of numbers of steps and of tokens: with less nobody knows which of them takes the time."""
 EQUAL_SECONDS = 1e-4
 """Prices that differ by less are equal: the engine with fewer requests is chosen."""
 DEFAULT_ANSWER_TOKENS = 64.0
@@ -75,6 +82,8 @@ class Rates:
     prompt_token: float = 2e-4
     encoder_run: float = 0.05
     decoded_token: float = 2e-3
+    beside: float = BESIDE
+    """Of `decoded_token`, what a sequence more adds to a step."""
     processing: float = 0.01
     """Of one media item, from its bytes; learned from first tokens."""
     tier_output: float | None = None
@@ -109,6 +118,30 @@ class Work:
         return self.prompt + self.media
 
 
+class DecodeSteps:
+    """What a decode step takes, and what each of its sequences adds: least squares of
+    seconds = steps x fixed + tokens x added, over measurements of which older ones count less."""
+
+    def __init__(self) -> None:
+        self._steps = self._both = self._tokens = 0.0
+        self._steps_seconds = self._tokens_seconds = 0.0
+
+    def add(self, steps: int, tokens: int, seconds: float) -> None:
+        self._steps = DECODES_KEPT * self._steps + steps * steps
+        self._both = DECODES_KEPT * self._both + steps * tokens
+        self._tokens = DECODES_KEPT * self._tokens + tokens * tokens
+        self._steps_seconds = DECODES_KEPT * self._steps_seconds + steps * seconds
+        self._tokens_seconds = DECODES_KEPT * self._tokens_seconds + tokens * seconds
+
+    def added(self) -> float | None:
+        """Seconds that a sequence adds to a step; None where all steps had about as many."""
+        independent = self._steps * self._tokens - self._both * self._both
+        if independent <= MIN_INDEPENDENT * self._steps * self._tokens:
+            return None
+        found = self._steps * self._tokens_seconds - self._both * self._steps_seconds
+        return found / independent
+
+
 class EngineState:
     """One engine as the router knows it."""
 
@@ -117,6 +150,7 @@ class EngineState:
         self.adapters: frozenset[str] = frozenset()
         """Names of LoRA adapters that it serves beside the model."""
         self.rates = Rates()
+        self._decode_steps = DecodeSteps()
         self.num_loads = 0
         """Loads that told of work done since the one before."""
         self.accepts = True
@@ -158,6 +192,11 @@ class EngineState:
                 decoded_tokens,
                 first=before.decoded_tokens == 0,
             )
+            self._note_decode_steps(
+                load.decode_steps - before.decode_steps,
+                decoded_tokens,
+                load.decode_seconds - before.decode_seconds,
+            )
         if encoder_runs := load.encoder_runs - before.encoder_runs:
             rates.encoder_run = _corrected(
                 rates.encoder_run,
@@ -179,11 +218,20 @@ class EngineState:
                 load.tier_tokens - before.tier_tokens,
             )
 
+    def _note_decode_steps(self, steps: int, tokens: int, seconds: float) -> None:
+        if steps <= 0 or seconds <= 0:
+            return  # an engine of another version tells of no steps
+        self._decode_steps.add(steps, tokens, seconds)
+        added = self._decode_steps.added()
+        if added is not None:
+            share = added / self.rates.decoded_token
+            self.rates.beside = min(1.0, max(LEAST_BESIDE, share))
+
     def waiting_seconds(self) -> float:
         """Work there, of requests sent by others too."""
         if not self.others:
             return self.backlog
-        usual = BESIDE * DEFAULT_ANSWER_TOKENS * self.rates.decoded_token
+        usual = self.rates.beside * DEFAULT_ANSWER_TOKENS * self.rates.decoded_token
         if self.num_requests:
             usual = self.backlog / self.num_requests
         return self.backlog + self.others * usual
@@ -241,6 +289,7 @@ def _rates_of(engines: Sequence[EngineState]) -> dict[int, Rates]:
         min([rates.prompt_token for rates in listed]),
         min([rates.encoder_run for rates in listed]),
         min([rates.decoded_token for rates in listed]),
+        sum([rates.beside for rates in listed]) / len(listed),
         sum([rates.processing for rates in listed]) / len(listed),
     )
     found = dict.fromkeys([engine.number for engine in engines], usual)
@@ -593,7 +642,7 @@ class Router:
             answer = min(answer, max(0, identity.max_tokens))
         repeated = len({each.output for each in media}) < len(media)
         known_tokens = [round(end) for end in ends]
-        works, num_tokens, beside = [], known_tokens[-1], BESIDE * answer
+        works, num_tokens = [], known_tokens[-1]
         for engine in candidates:
             number = engine.number
             of_engine, num_known = rates[number], known[number]
@@ -609,7 +658,7 @@ class Router:
             work = Work(
                 prompt,
                 seconds,
-                beside * of_engine.decoded_token,
+                answer * of_engine.beside * of_engine.decoded_token,
                 known_tokens[num_known],
                 num_tokens,
                 num_known_media,

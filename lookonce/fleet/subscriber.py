@@ -75,6 +75,7 @@ class EngineLoad(msgspec.Struct, frozen=True, gc=False, tag=True):
     encode_seconds: float
     decoded_tokens: int
     decode_seconds: float
+    decode_steps: int = 0
     tier_tokens: int = 0
     tier_token_seconds: float = 0.0
     tier_outputs: int = 0

@@ -597,6 +597,7 @@ class SimulatedEngine:
         self.totals.busy += seconds
         self.load.decoded_tokens += run.num_steps * run.num_rows
         self.load.decode_seconds += seconds
+        self.load.decode_steps += run.num_steps
         output = self.scheduler.take_output()
         if output:
             self._take(output)

@@ -236,4 +236,4 @@ def test_what_a_step_took_is_noted_once_the_device_tells_it(bench):
     bench.run()
     load = bench.core.load
     assert (load.prompt_tokens, load.prompt_seconds) == (80, 20.0)
-    assert (load.decoded_tokens, load.decode_seconds) == (7, 1.75)
+    assert (load.decoded_tokens, load.decode_seconds, load.decode_steps) == (7, 1.75, 7)

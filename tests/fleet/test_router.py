@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
@@ -30,7 +30,16 @@ from lookonce.fleet.identity import (
     identify_body,
 )
 from lookonce.fleet.index import short
-from lookonce.fleet.router import NoEngineError, QueuePrice, Route, Router, engines_wanted
+from lookonce.fleet.router import (
+    LEAST_BESIDE,
+    DecodeSteps,
+    EngineState,
+    NoEngineError,
+    QueuePrice,
+    Route,
+    Router,
+    engines_wanted,
+)
 from lookonce.fleet.subscriber import Added, AllGone, EngineLoad, Gone, PromptComputed
 from lookonce.server.http import body as engine_body
 from lookonce.types.lora import LoRAIdentity
@@ -462,6 +471,70 @@ def test_rates_are_those_that_engines_measure() -> None:
         fleet.router.apply(fast, [load(prompt_tokens=1000 + 1000 * n, prompt_seconds=1.0 + n)])
     assert slow.rates.prompt_token > 5 * fast.rates.prompt_token
     assert fleet.send(identity(chat("z" * 5000)))[1].engine is fast
+
+
+@given(
+    fixed=st.floats(1e-4, 1e-1),
+    added=st.floats(1e-5, 1e-1),
+    sizes=st.lists(st.integers(1, 64), min_size=2, max_size=40),
+)
+def test_what_a_sequence_adds_to_a_step_is_found(
+    fixed: float, added: float, sizes: list[int]
+) -> None:
+    decodes = DecodeSteps()
+    for size in sizes:
+        decodes.add(20, 20 * size, 20 * fixed + 20 * size * added)
+    found = decodes.added()
+    if len(set(sizes)) == 1:
+        assert found is None
+    elif found is not None:
+        assert found == pytest.approx(added, rel=1e-3, abs=1e-3 * fixed)
+
+
+def test_nobody_knows_what_a_sequence_adds_where_all_steps_have_as_many() -> None:
+    decodes = DecodeSteps()
+    for seconds in (1.0, 1.1, 0.9):
+        decodes.add(1000, 4000, seconds)
+    assert decodes.added() is None
+
+
+def tell_decode_steps(router: Router, engine: EngineState, added: float) -> None:
+    """Steps of one and of eight sequences take 1 ms, and `added` for each after the first."""
+    steps = tokens = 1000
+    seconds = 1.0
+    for number in range(20):
+        size = 1 + 7 * (number % 2)
+        steps, tokens = steps + 100, tokens + 100 * size
+        seconds += 0.1 + 100 * (size - 1) * added
+        told = load(decode_steps=steps, decoded_tokens=tokens, decode_seconds=seconds)
+        router.apply(engine, [told])
+
+
+@pytest.mark.parametrize(("added", "chosen"), [(None, "b"), (0.0001, "a"), (0.001, "b")])
+def test_answers_count_by_what_they_add_to_a_step(added: float | None, chosen: str) -> None:
+    """`a` knows the prompt and decodes four answers; `b` knows nothing and is idle."""
+    fleet = Fleet("a", "b")
+    a, b = fleet.router.engines.values()
+    if added is not None:
+        for engine in (a, b):
+            tell_decode_steps(fleet.router, engine, added)
+    known = identity(chat("k" * 160))
+    name, route = fleet.send(known, ("b",))
+    fleet.compute(name, route)
+    for number in range(3):
+        name, route = fleet.send(identity(chat(f"{number}")), ("b",))
+        fleet.compute(name, route, None)
+    assert fleet.send(known)[1].engine.name == chosen
+
+
+def test_an_engine_that_tells_of_no_decode_steps_keeps_the_usual_share() -> None:
+    fleet = Fleet("a")
+    (engine,) = fleet.router.engines.values()
+    for number in range(2, 9):
+        fleet.router.apply(engine, [load(decoded_tokens=1000 * number, decode_seconds=number)])
+    assert engine.rates.beside == 0.5
+    tell_decode_steps(fleet.router, engine, 0.0)
+    assert engine.rates.beside == LEAST_BESIDE
 
 
 def test_what_a_warm_up_measured_does_not_keep_requests_from_an_idle_engine() -> None:

@@ -115,6 +115,8 @@ class Load(msgspec.Struct, gc=False):
     decoded_tokens: int = 0
     """Computed in steps without any prompt, and their seconds."""
     decode_seconds: float = 0.0
+    decode_steps: int = 0
+    """Steps without any prompt."""
     tier_tokens: int = 0
     """Of KV blocks loaded from tiers that other engines share, and seconds of reading."""
     tier_token_seconds: float = 0.0
@@ -144,6 +146,7 @@ class Load(msgspec.Struct, gc=False):
             else:
                 self.decoded_tokens += num_tokens
                 self.decode_seconds += seconds
+                self.decode_steps += 1
 
 
 def _of_shared(stats: Mapping[str, float], name: str) -> float:
