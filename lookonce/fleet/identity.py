@@ -213,6 +213,8 @@ def _large_base64(body: bytes) -> Iterator[tuple[int, int]]:
 
 def has_more(body: bytes, marks: bytes, most: int) -> bool:
     """Whether there are more than `most` of these characters; it is not read further than that."""
+    if len(body) <= most:
+        return False
     count = 0
     for start in range(0, len(body), SLICE_BYTES):
         piece = np.frombuffer(body, np.uint8, min(SLICE_BYTES, len(body) - start), start)

@@ -16,6 +16,7 @@ from lookonce.cache.directory import Directory
 from lookonce.cache.identity import UuidBindings, scope_digest
 from lookonce.config import NANO_FOLDER, MediaConfig, ModelConfig
 from lookonce.errors import BadRequestError, ModelLoadError, UnprocessableMediaError
+from lookonce.render.families.base import ProcessorFamily
 from lookonce.render.families.registry import load_family
 from lookonce.render.media.pool import ServerShare
 from lookonce.render.media.processing import MediaJob, Processed, Processing, ProcessingSettings
@@ -442,6 +443,32 @@ def test_a_renderer_opens_with_real_workers_and_closes():
             prompt = await renderer.render_chat([user(picture(png(112, 112)), text("What?"))])
             assert prompt.modality_tokens("image") == 16
             assert prompt.items[0].decode_ms > 0
+
+    asyncio.run(scenario())
+
+
+def test_who_asks_for_the_fingerprint_makes_it_no_second_time(monkeypatch):
+    """Front-ends of a fleet ask each second."""
+    model = ModelConfig(folder=str(NANO_FOLDER), served_name="nano")
+    made = []
+    make = ProcessorFamily.fingerprint
+    monkeypatch.setattr(
+        ProcessorFamily, "fingerprint", lambda family: made.append(1) or make(family)
+    )
+
+    async def scenario():
+        opening = open_renderer(
+            model,
+            MediaConfig(),
+            directory=Directory(1 << 20),
+            uuids=UuidBindings(),
+            share=ServerShare(wait_for_worker=False),
+        )
+        async with opening as renderer:
+            told = renderer.fingerprint
+            num_made = len(made)
+            assert [renderer.fingerprint for _ in range(3)] == [told] * 3
+            assert len(made) == num_made
 
     asyncio.run(scenario())
 
