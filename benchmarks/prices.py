@@ -9,7 +9,7 @@ cores     fixed work in one process, and in as many as there are cores
 requests  a server that is asked one thing after another, with pauses: first tokens by the prompt's
           length, what of it is new, and pictures that are known, by a fit; the CPU time of its API
           process for a request and for each token that it streams; what a new picture takes beyond
-          that and its encoder run, and that run
+          that and its encoder run, and that run; how unequal requests of one kind are (`spread`)
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ import multiprocessing
 import os
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from benchmarks.bench_engine import BenchEngine, load_bench_model, prompt_with_pictures
 from benchmarks.load_generator import Arrivals, RequestOutcome, run_load
@@ -49,15 +50,23 @@ ANSWER = 48
 REPEATS = 3
 TIER_LENGTHS, TIER_LOADS, TIER_BYTES = (100, 1500), 12, 256 << 20
 CORE_REPEATS, WORK_ROUNDS = 7, 1000
-ASKED = 30
-"""Requests of each kind to the server."""
+ASKED = 10
+"""Requests of each kind to the server in each turn."""
+RATES = (4.0, 10.0, 25.0)
+"""Requests a second of each turn, at random times, of which none waits for another. In a turn all
+kinds are asked, so that what else the machine does disturbs some requests of all kinds, not all of
+one. The longer the pause before a request, the more caches are cold and cores asleep."""
+WARM_UP = 4
+"""Requests of each kind that are not counted, before those of each turn."""
+SPREAD_QUANTILES = 100
 SHORT_PROMPT = MAX_TOKENS
 """Tokens of a step that the native decoder computes; longer ones are computed in another way."""
-RATE = 8.0
-"""Requests a second, at random times, of which none waits for another: where one follows the other
-at once, as nobody asks, caches are warm and cores awake."""
-DECODED = 129
-"""Tokens of an answer whose decode steps are measured: prompts beside it are few of its steps."""
+DECODE_RATE = 8.0
+"""Requests a second whose answers are alone at the server."""
+DECODED = {1: 33, 8: 129}
+"""Answers side by side → tokens of each whose decode steps are measured. One alone is as long as
+answers are, as its first steps are slow after a pause; of several long ones, prompts are few of the
+steps."""
 ANSWERED = 66
 """Tokens of an answer that tells what streaming takes."""
 WORDS = ("circle", "square", "red", "blue", "left", "right", "above", "small", "large")
@@ -206,10 +215,15 @@ def step_prices(steps: Sequence[Step], sizes: Prices) -> tuple[Prices, float]:
 
 def body(content: object, tokens: int) -> bytes:
     """A streamed question for exactly so many tokens."""
+    return chat([{"role": "user", "content": content}], tokens)
+
+
+def chat(messages: Sequence[Mapping[str, object]], tokens: int) -> bytes:
+    """A streamed request for exactly so many tokens."""
     return json.dumps(
         {
             "model": "nano",
-            "messages": [{"role": "user", "content": content}],
+            "messages": messages,
             "temperature": 0,
             "max_tokens": tokens,
             "ignore_eos": True,
@@ -225,8 +239,17 @@ def about(url: str, question: str) -> list[dict[str, object]]:
 
 
 @dataclass(frozen=True, slots=True)
+class Kind:
+    """Requests that are alike. Each has a number, and is new by it."""
+
+    body: Callable[[int], bytes]
+    num_items: int = 0
+    item_bytes: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class Asked:
-    """One kind of request, asked one after another."""
+    """What requests of one kind took, asked one after another."""
 
     first_token: float
     """Median, seconds."""
@@ -239,6 +262,8 @@ class Asked:
     num_items: int = 0
     item_bytes: float = 0.0
     """Of all its media, encoded."""
+    first_tokens: tuple[float, ...] = ()
+    """Of each request, seconds."""
 
     @property
     def new_tokens(self) -> float:
@@ -257,27 +282,45 @@ class Asked:
         return self.new_tokens * (self.cached_tokens + (self.new_tokens + 1) / 2)
 
 
-def ask(
-    server: RunningServer,
-    warm_up: Sequence[bytes],
-    bodies: Sequence[bytes],
-    num_items: int = 0,
-    item_bytes: float = 0.0,
-) -> Asked:
-    run_load(server.url, [], warm_up, Arrivals(concurrency=1))
-    before = server.cpu_seconds()
-    result = run_load(server.url, [], bodies, Arrivals(concurrency=1, rate=RATE))
-    after = server.cpu_seconds()
-    alone = alone_at_the_server(result.answered)
+def ask_in_turns(server: RunningServer, kinds: Sequence[Kind]) -> list[Asked]:
+    """`ASKED` requests of each kind at the first of `RATES`, then as many at the next."""
+    alone: list[list[RequestOutcome]] = [[] for _ in kinds]
+    cpu = np.zeros((len(kinds), 3))
+    for turn, rate in enumerate(RATES):
+        first = turn * (WARM_UP + ASKED)
+        for at, kind in enumerate(kinds):
+            made = [kind.body(first + n) for n in range(WARM_UP + ASKED)]
+            run_load(server.url, [], made[:WARM_UP], Arrivals(concurrency=1))
+            before = server.cpu_seconds()
+            arrivals = Arrivals(concurrency=1, rate=rate, seed=turn)
+            result = run_load(server.url, [], made[WARM_UP:], arrivals)
+            cpu[at] += np.subtract(server.cpu_seconds(), before)
+            alone[at] += alone_at_the_server(result.answered)
+    cpu /= len(RATES) * ASKED
+    return [asked_of(*each) for each in zip(kinds, alone, cpu, strict=True)]
+
+
+def asked_of(kind: Kind, alone: Sequence[RequestOutcome], cpu: NDArray[np.float64]) -> Asked:
+    """`cpu`: seconds of API process, media workers and engine process for each request."""
+    firsts = [each.first_text for each in alone]
     return Asked(
-        median([each.first_text for each in alone]),
-        (after[0] - before[0]) / len(bodies),
-        (after[2] - before[2]) / len(bodies),
+        median(firsts),
+        float(cpu[0]),
+        float(cpu[2]),
         median([float(each.prompt_tokens) for each in alone]),
         median([float(each.cached_tokens) for each in alone]),
-        num_items,
-        item_bytes,
+        kind.num_items,
+        kind.item_bytes,
+        tuple(firsts),
     )
+
+
+def spread_of(asked: Sequence[Asked]) -> tuple[float, ...]:
+    """Quantiles of each request's seconds to the first token over the median of its kind; the
+    middle of each of `SPREAD_QUANTILES` equal parts."""
+    times = np.array([first / each.first_token for each in asked for first in each.first_tokens])
+    middles = (np.arange(SPREAD_QUANTILES) + 0.5) / SPREAD_QUANTILES
+    return tuple(np.quantile(times, middles).tolist())
 
 
 def alone_at_the_server(answered: Sequence[RequestOutcome]) -> list[RequestOutcome]:
@@ -309,12 +352,13 @@ def decode_prices(server: RunningServer, prices: Prices) -> Prices:
     """`prices` with those of decodes as a server's clients see them: between two steps it sends
     tokens, and the model finds the CPU's caches cold."""
     amounts, seconds = [], []
-    for rows, length in ((1, 1), (1, 300), (8, 1), (8, 300)):
-        bodies = [body(f"{rows} {n}, {words(length)}?", DECODED) for n in range(8 + 2 * rows)]
-        arrivals = Arrivals(concurrency=rows, rate=RATE if rows == 1 else None)
+    for rows, length in itertools.product(DECODED, (1, 300)):
+        tokens = DECODED[rows]
+        bodies = [body(f"{rows} {n}, {words(length)}?", tokens) for n in range(24)]
+        arrivals = Arrivals(concurrency=rows, rate=DECODE_RATE if rows == 1 else None)
         answered = run_load(server.url, [], bodies, arrivals).answered
         prompt = median([float(each.prompt_tokens) for each in answered])
-        amounts.append((1.0, float(rows), rows * (prompt + DECODED / 2)))
+        amounts.append((1.0, float(rows), rows * (prompt + tokens / 2)))
         seconds.append(median([each.per_token for each in answered if each.per_token]))
     step, row, context = map(float, fit(np.array(amounts), np.array(seconds)))
     return msgspec.structs.replace(
@@ -328,47 +372,71 @@ class Kinds:
 
     known: tuple[Asked, ...]
     """Without new media: prompts of several lengths, all new or mostly known, with and without
-    pictures that are known."""
+    pictures that are known; the first is short."""
     new: dict[str, Asked]
     """With a new picture each, by its size."""
     answer: Asked
     """As the first of `known`, with an answer of `ANSWERED` tokens instead of 2."""
+
+    @property
+    def all(self) -> tuple[Asked, ...]:
+        return (*self.known, *self.new.values(), self.answer)
+
+    def known_like(self, other: Asked) -> Asked:
+        """The one of `known` with the most similar number of new tokens."""
+        return min(self.known, key=lambda each: abs(each.new_tokens - other.new_tokens))
 
 
 def words(count: int, first: int = 0) -> str:
     return " ".join(WORDS[(first + n) * 7 % len(WORDS)] for n in range(count))
 
 
+def turn(number: int, earlier: int, url: str) -> bytes:
+    """A conversation about a picture after so many turns `earlier`. Its beginning is known; new is
+    the last answer with what follows it, or at first what is asked about the picture."""
+    messages: list[dict[str, object]] = [{"role": "system", "content": words(75)}]
+    question = words(5) if earlier else f"{number}: {words(5)}"
+    messages.append({"role": "user", "content": about(url, question)})
+    for each in range(earlier):
+        answer = words(12, each) if each + 1 < earlier else f"{number}: {words(12)}"
+        messages.append({"role": "assistant", "content": answer})
+        messages.append({"role": "user", "content": words(8, each)})
+    return chat(messages, 2)
+
+
 def ask_kinds(server: RunningServer) -> Kinds:
-    def kind(make: Callable[[int], bytes], num_items: int = 0, item_bytes: float = 0.0) -> Asked:
-        warm_up, asked = [make(n) for n in range(8)], [make(n) for n in range(8, 8 + ASKED)]
-        return ask(server, warm_up, asked, num_items, item_bytes)
+    """Ask for all kinds of requests that conversations have."""
+    num_pictures = len(RATES) * (WARM_UP + ASKED)
+    made = {size: distinct_pictures(num_pictures + 1, size, "JPEG", first=10) for size in SIZES}
+    urls = {size: [data_url(each) for each in made[size]] for size in SIZES}
 
-    def text(length: int) -> Asked:
-        return kind(lambda n: body(f"{n}: {words(length, n)}", 2))
+    def text(length: int) -> Kind:
+        return Kind(lambda n: body(f"{n}: {words(length, n)}", 2))
 
-    def continued(tail: int) -> Asked:
-        return kind(lambda n: body(f"{words(300)} {tail}/{n}: {words(tail, n)}", 2))
+    def continued(tail: int) -> Kind:
+        return Kind(lambda n: body(f"{words(300)} {tail}/{n}: {words(tail, n)}", 2))
 
-    def pictures(size: str, known: bool) -> Asked:
-        made = distinct_pictures(ASKED + 9, size, "JPEG", first=10)
-        urls = [data_url(each) for each in made]
-        num_bytes = median([float(len(each)) for each in made])
-        if known:  # whose tokens are in the prefix cache, as in a conversation's next turn
-            asked = words(60)
-            return kind(lambda n: body(about(urls[0], f"{asked}? {n}!"), 2), 1, num_bytes)
-        return kind(lambda n: body(about(urls[n + 1], "is it red?"), 2), 1, num_bytes)
+    def pictured(size: str, make: Callable[[int], bytes]) -> Kind:
+        return Kind(make, 1, median([float(len(each)) for each in made[size]]))
 
-    return Kinds(
-        known=(
-            kind(lambda n: body(f"{n}: is it red?", 2)),
-            *(text(length) for length in (14, 30, 60, 120, 300)),
-            *(continued(tail) for tail in (1, 25, 60)),
-            *(pictures(size, known=True) for size in SIZES),
-        ),
-        new={size: pictures(size, known=False) for size in SIZES},
-        answer=kind(lambda n: body(f"{n}; is it red?", ANSWERED)),
+    def known(size: str, earlier: int) -> Kind:
+        return pictured(size, lambda n: turn(n, earlier, urls[size][0]))
+
+    def new(size: str) -> Kind:
+        return pictured(size, lambda n: turn(n, 0, urls[size][n + 1]))
+
+    kinds = (
+        Kind(lambda n: body(f"{n}: is it red?", 2)),
+        *(text(length) for length in (30, 60, 120, 300)),
+        *(continued(tail) for tail in (1, 25)),
+        *(known("512", earlier) for earlier in (1, 2, 4)),
+        known("1024", 2),
     )
+    *asked, small, large, answer = ask_in_turns(
+        server,
+        (*kinds, *map(new, SIZES), Kind(lambda n: body(f"{n}; is it red?", ANSWERED))),
+    )
+    return Kinds(tuple(asked), dict(zip(SIZES, (small, large), strict=True)), answer)
 
 
 def request_prices(kinds: Kinds, prices: Prices) -> tuple[Prices, Report]:
@@ -394,8 +462,8 @@ def request_prices(kinds: Kinds, prices: Prices) -> tuple[Prices, Report]:
         for size in SIZES
     )
     pixel = max(0.0, (large - small) / (SIZES["1024"] - SIZES["512"]))
-    short, long = kinds.known[0], kinds.known[5]
-    picture, plain = kinds.new["512"], kinds.known[3]
+    short, long = kinds.known[0], max(kinds.known, key=lambda each: each.new_tokens)
+    picture, plain = kinds.new["512"], kinds.known_like(kinds.new["512"])
     threads = _threads(long.engine_cpu - short.engine_cpu, long.first_token - short.first_token)
     prices = msgspec.structs.replace(
         prices,
@@ -415,6 +483,7 @@ def request_prices(kinds: Kinds, prices: Prices) -> tuple[Prices, Report]:
         process_pixel=pixel,
         prompt_threads=threads,
         encode_threads=_threads(picture.engine_cpu - plain.engine_cpu, encoding),
+        spread=spread_of(kinds.all),
     )
     report = Report(
         "prices, kinds of requests",
@@ -439,15 +508,24 @@ def measure_cores() -> float:
     the threads of one, or that share its memory, are not that many."""
     count = len(os.sched_getaffinity(0))
     context = multiprocessing.get_context("spawn")
-    times: dict[int, list[float]] = {1: [], count: []}
+    times: dict[int, list[list[float]]] = {1: [], count: []}
     with context.Pool(count) as pool:
         pool.map(work, [0.0] * count)  # all have started
         for _ in range(CORE_REPEATS):
             for busy in times:
                 at = time.monotonic() + 0.05
-                times[busy] += pool.map(work, [at] * busy, chunksize=1)
-    together = count * median(times[1]) / median(times[count])
-    return min(float(count), max(1.0, together))
+                times[busy].append(pool.map(work, [at] * busy, chunksize=1))
+    return cores_of(times[1], times[count])
+
+
+def cores_of(alone: Sequence[Sequence[float]], together: Sequence[Sequence[float]]) -> float:
+    """From seconds of each process in each repetition, of one process and of one a core. In the
+    repetition that took least, the machine did the least else."""
+    least_alone, least = (
+        min(sum(each) / len(each) for each in repetitions) for repetitions in (alone, together)
+    )
+    count = float(len(together[0]))
+    return min(count, max(1.0, count * least_alone / least))
 
 
 def work(at: float) -> float:
@@ -489,6 +567,8 @@ def measure(folder: str, server: RunningServer) -> tuple[Prices, list[Report]]:
         elif isinstance(value, TierPrices):
             report.add(f"{name}, an operation", 1e6 * value.operation)
             report.add(f"{name}, a MiB", 1e6 * value.byte * (1 << 20))
+    told = np.quantile(prices.spread, (0.1, 0.9, 0.99))
+    report.notes.append("spread: p10 {:.2f}, p90 {:.2f}, p99 {:.2f} of the median".format(*told))
     report.notes.append(f"{len(steps)} steps; the median one is {error:.1%} from its price")
     return prices, [report, requests]
 

@@ -1,0 +1,181 @@
+"""Prices are found again from what requests took, whose kinds are asked in turns."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import groupby
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from benchmarks import prices as bench
+from benchmarks.load_generator import RequestOutcome
+from benchmarks.prices import (
+    ANSWERED,
+    SHORT_PROMPT,
+    SPREAD_QUANTILES,
+    Asked,
+    Kind,
+    Kinds,
+    alone_at_the_server,
+    ask_in_turns,
+    cores_of,
+    request_prices,
+    spread_of,
+)
+from benchmarks.running_server import RunningServer
+from lookonce.simulate.prices import Prices
+from tests.support.chat_server import DONE, STREAM, Server, chunked
+
+TRUE = Prices(
+    step=5e-4,
+    prompt_row=1e-3,
+    prompt_token=1e-4,
+    prompt_pair=5e-8,
+    short_prompt=SHORT_PROMPT,
+    long_prompt_row=4e-3,
+    long_prompt_token=8e-5,
+    encode_item=2e-2,
+    request=1.5e-3,
+    end=5e-4,
+    request_token=3e-6,
+    request_item=8e-4,
+    request_byte=1e-8,
+    first_token=2e-3,
+    stream_token=1e-4,
+    process_item=3e-3,
+    process_pixel=1e-8,
+    encode_threads=1.0,
+)
+
+
+def asked(prompt: float, cached: float = 0, picture: float = 0, pixels: float = 0) -> Asked:
+    """What a kind of requests would take at these prices; `picture`: its bytes."""
+    new, items = prompt - cached, int(picture > 0)
+    seconds = TRUE.of_request(int(prompt), items, int(picture)) + TRUE.first_token + TRUE.step
+    seconds += TRUE.prompt_pair * new * (cached + (new + 1) / 2)
+    if new > SHORT_PROMPT:
+        seconds += TRUE.long_prompt_row + TRUE.long_prompt_token * new
+    else:
+        seconds += TRUE.prompt_row + TRUE.prompt_token * new
+    if pixels:
+        seconds += TRUE.encode_item + TRUE.of_processing(int(pixels), 0)
+    api = TRUE.request + TRUE.end + 2 * TRUE.stream_token
+    firsts = (0.9 * seconds, seconds, 1.4 * seconds)
+    return Asked(seconds, api, seconds, prompt, cached, items, picture, firsts)
+
+
+def test_prices_of_requests_are_found_again() -> None:
+    known = (
+        *(asked(prompt) for prompt in (18, 34, 58, 188, 448)),
+        *(asked(500, cached) for cached in (480, 448)),
+        *(asked(prompt, prompt - 40, 48_000) for prompt in (225, 275, 425)),
+        asked(325, 285, 144_000),
+    )
+    streamed = known[0].api_cpu + (ANSWERED - 2) * TRUE.stream_token
+    longer = Asked(1e-2, streamed, 0.0, 18, 0, first_tokens=(9e-3, 1e-2, 1.4e-2))
+    new = {
+        "512": asked(225, 128, picture=48_000, pixels=512 * 512),
+        "1024": asked(225, 128, picture=144_000, pixels=1024 * 1024),
+    }
+    start = Prices(
+        step=TRUE.step,
+        prompt_row=TRUE.prompt_row,
+        encode_step=0.0,
+        encode_item=TRUE.encode_item,
+        short_prompt=SHORT_PROMPT,
+    )
+    found, report = request_prices(Kinds(known, new, longer), start)
+    for name, value in msgspec.structs.asdict(TRUE).items():
+        if isinstance(value, float) and not name.endswith("threads"):
+            got = getattr(found, name)
+            assert got == pytest.approx(value, rel=1e-3, abs=1e-12), name
+    assert len(report.rows) == len(known)
+    low, middle, high = np.quantile(found.spread, (0.1, 0.5, 0.9))
+    assert (low, middle, high) == pytest.approx((0.9, 1.0, 1.4))
+
+
+def test_requests_that_waited_for_another_are_no_measure() -> None:
+    times = [(0.0, 1.0), (0.5, 1.2), (1.3, 1.4), (1.41, 1.5), (1.45, 1.6)]
+    outcomes = [RequestOutcome(asked=begun, ended=ended) for begun, ended in times]
+    assert [each.asked for each in alone_at_the_server(outcomes)] == [0.0, 1.3, 1.41]
+
+
+def test_no_kind_of_requests_has_a_minute_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"ASKED": 3, "WARM_UP": 1, "RATES": (200.0, 400.0)}.items():
+        monkeypatch.setattr(bench, name, value)
+    kinds = [Kind(lambda n, kind=kind: b"%d:%d" % (kind, n), kind, 10.0) for kind in range(3)]
+    with serving() as (server, answers):
+        asked = ask_in_turns(server, kinds)
+    bodies = [each.partition(b"\r\n\r\n")[2] for each in answers.requests]
+    order = [int(each.partition(b":")[0]) for each in bodies]
+    assert [(kind, len(list(alike))) for kind, alike in groupby(order)] == [
+        (kind, 4) for _ in range(2) for kind in range(3)
+    ]
+    assert len(set(bodies)) == len(bodies)
+    for kind, each in zip(kinds, asked, strict=True):
+        assert (each.api_cpu, each.engine_cpu) == (1.0, 3.0)
+        assert (each.prompt_tokens, each.cached_tokens) == (9, 4)
+        assert (each.num_items, each.item_bytes) == (kind.num_items, 10.0)
+        assert 0 < len(each.first_tokens) <= 6
+        assert each.first_token == pytest.approx(np.median(each.first_tokens))
+
+
+@contextmanager
+def serving() -> Iterator[tuple[RunningServer, Server]]:
+    """A server of a few lines in a thread, each of whose requests takes a second of the API process
+    and three of the engine."""
+    answers = Server(chunked(STREAM + DONE))
+
+    class Counting(RunningServer):
+        def cpu_seconds(self) -> tuple[float, float, float]:
+            count = len(answers.requests)
+            return float(count), 0.0, 3.0 * count
+
+    loop = asyncio.new_event_loop()
+    listening = loop.run_until_complete(asyncio.start_server(answers.serve, "127.0.0.1", 0))
+    host, port = listening.sockets[0].getsockname()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    try:
+        yield Counting(f"http://{host}:{port}", 0, Path(), 0.0, 0.0), answers
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        listening.close()
+        loop.run_until_complete(asyncio.sleep(0.01))
+        loop.close()
+
+
+def test_the_spread_is_of_requests_of_all_kinds_over_the_median_of_their_own() -> None:
+    quick = Asked(1e-3, 0.0, 0.0, 9, 0, first_tokens=tuple(np.linspace(0.5e-3, 1.5e-3, 101)))
+    slow = dataclasses.replace(
+        quick, first_token=1.0, first_tokens=tuple(np.linspace(0.5, 1.5, 101))
+    )
+    spread = spread_of([quick, slow])
+    assert len(spread) == SPREAD_QUANTILES
+    assert list(spread) == sorted(spread)
+    assert spread[0] == pytest.approx(0.505, abs=0.01)
+    assert spread[-1] == pytest.approx(1.495, abs=0.01)
+    assert np.mean(spread) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    ("alone", "together", "cores"),
+    [
+        ([[1.0], [1.0]], [[1.0, 1.0], [3.0, 5.0]], 2.0),
+        ([[1.0], [9.0]], [[1.6, 1.6], [2.0, 2.0]], 1.25),
+        ([[1.0], [1.2]], [[2.0, 2.4]], 1.0),
+        ([[1.1], [1.0]], [[0.9, 0.9]], 2.0),
+    ],
+)
+def test_cores_are_counted_where_the_machine_did_the_least_else(
+    alone: list[list[float]], together: list[list[float]], cores: float
+) -> None:
+    assert cores_of(alone, together) == pytest.approx(cores)
