@@ -75,11 +75,11 @@ class EngineLoad(msgspec.Struct, frozen=True, gc=False, tag=True):
     encode_seconds: float
     decoded_tokens: int
     decode_seconds: float
-    decode_steps: int = 0
     tier_tokens: int = 0
     tier_token_seconds: float = 0.0
     tier_outputs: int = 0
     tier_output_seconds: float = 0.0
+    decode_steps: int = 0
 
 
 Change: TypeAlias = Added | Gone | AllGone | PromptComputed | EngineLoad

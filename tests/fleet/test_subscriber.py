@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -113,6 +114,25 @@ def test_the_index_is_exact_after_any_loss(
     followed.tell([Held(digest(99))], arrives=True)
     assert followed.index.held(5) == followed.held | {99}
     followed.index.check_integrity()
+
+
+def test_a_load_of_an_older_engine_has_what_it_tells_of() -> None:
+    fields = (1, 2, 3, 0.5, 4, 0.25, 5, 0.125, 6, 0.75, 7, 0.875)
+    told = msgspec.msgpack.encode([1.0, [["EngineLoad", *fields]]])
+    (load,) = TopicReader(ENGINE_TOPIC, lambda _: [(0, told)]).begin()
+    assert load == EngineLoad(*fields)
+    assert isinstance(load, EngineLoad)
+    assert (load.tier_tokens, load.tier_output_seconds, load.decode_steps) == (6, 0.875, 0)
+
+
+@pytest.mark.parametrize("form", ["array", "map"])
+def test_a_load_is_read_as_it_was_told(form: str) -> None:
+    log = TopicLog(ENGINE_TOPIC, form)
+    told = Load(1, 2, 3, 0.5, 4, 0.25, 5, 0.125, 6, 0.75, 7, 0.875, 8)
+    log.append([told])
+    reader = TopicReader(ENGINE_TOPIC, lambda _: log.replay(0))
+    loads = [change for change in reader.begin() if isinstance(change, EngineLoad)]
+    assert [msgspec.structs.asdict(load) for load in loads] == [msgspec.structs.asdict(told)]
 
 
 @given(

@@ -115,14 +115,14 @@ class Load(msgspec.Struct, gc=False):
     decoded_tokens: int = 0
     """Computed in steps without any prompt, and their seconds."""
     decode_seconds: float = 0.0
-    decode_steps: int = 0
-    """Steps without any prompt."""
     tier_tokens: int = 0
     """Of KV blocks loaded from tiers that other engines share, and seconds of reading."""
     tier_token_seconds: float = 0.0
     tier_outputs: int = 0
     """Encoder outputs from such tiers, and seconds of reading."""
     tier_output_seconds: float = 0.0
+    decode_steps: int = 0
+    """Steps without any prompt."""
 
     def note_tiers(self, stats: Mapping[str, float]) -> None:
         """Take what tiers gave from the figures of their connectors."""
