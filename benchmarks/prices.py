@@ -315,7 +315,7 @@ def asked_of(kind: Kind, alone: Sequence[RequestOutcome], cpu: NDArray[np.float6
     )
 
 
-def spread_of(asked: Sequence[Asked]) -> tuple[float, ...]:
+def spread_quantiles(asked: Sequence[Asked]) -> tuple[float, ...]:
     """Quantiles of each request's seconds to the first token over the median of its kind; the
     middle of each of `SPREAD_QUANTILES` equal parts."""
     times = np.array([first / each.first_token for each in asked for first in each.first_tokens])
@@ -391,9 +391,9 @@ def words(count: int, first: int = 0) -> str:
     return " ".join(WORDS[(first + n) * 7 % len(WORDS)] for n in range(count))
 
 
-def turn(number: int, earlier: int, url: str) -> bytes:
-    """A conversation about a picture after so many turns `earlier`. Its beginning is known; new is
-    the last answer with what follows it, or at first what is asked about the picture."""
+def conversation(number: int, earlier: int, url: str) -> bytes:
+    """The next request of a conversation about a picture that has had `earlier` turns. New in it
+    are the last answer and question, or in the first turn the question; the rest is known."""
     messages: list[dict[str, object]] = [{"role": "system", "content": words(75)}]
     question = words(5) if earlier else f"{number}: {words(5)}"
     messages.append({"role": "user", "content": about(url, question)})
@@ -420,10 +420,10 @@ def ask_kinds(server: RunningServer) -> Kinds:
         return Kind(make, 1, median([float(len(each)) for each in made[size]]))
 
     def known(size: str, earlier: int) -> Kind:
-        return pictured(size, lambda n: turn(n, earlier, urls[size][0]))
+        return pictured(size, lambda n: conversation(n, earlier, urls[size][0]))
 
     def new(size: str) -> Kind:
-        return pictured(size, lambda n: turn(n, 0, urls[size][n + 1]))
+        return pictured(size, lambda n: conversation(n, 0, urls[size][n + 1]))
 
     kinds = (
         Kind(lambda n: body(f"{n}: is it red?", 2)),
@@ -483,7 +483,7 @@ def request_prices(kinds: Kinds, prices: Prices) -> tuple[Prices, Report]:
         process_pixel=pixel,
         prompt_threads=threads,
         encode_threads=_threads(picture.engine_cpu - plain.engine_cpu, encoding),
-        spread=spread_of(kinds.all),
+        spread=spread_quantiles(kinds.all),
     )
     report = Report(
         "prices, kinds of requests",

@@ -60,14 +60,16 @@ UNLIKE = 2.0
 """Engines whose rates differ by less are taken for equal."""
 RECOMPUTED = 1.5
 BESIDE = 0.5
-"""Of the seconds of a token, what it adds to a step that decodes others, too: until that is
-measured."""
+"""Share of the seconds of a token that it adds to a step which decodes others, too; used until
+that is measured."""
 LEAST_BESIDE = 0.1
-"""The least of it that is believed: prompts, too, keep waiting what is decoded at their engine."""
+"""The least share that is counted: beside what it adds to their steps, a request delays answers by
+its prompt."""
 DECODES_KEPT = 0.9
-"""Of what was measured of decode steps before, at a new measurement."""
+"""Weight of earlier measurements of decode steps at a new one."""
 MIN_INDEPENDENT = 0.01
-"""1 - r² of numbers of steps and of tokens: with less nobody knows which of them takes the time."""
+"""Least 1 - r² of the numbers of steps and of tokens: with less, the fit cannot tell their costs
+apart."""
 EQUAL_SECONDS = 1e-4
 """Prices that differ by less are equal: the engine with fewer requests is chosen."""
 DEFAULT_ANSWER_TOKENS = 64.0
@@ -83,7 +85,7 @@ class Rates:
     encoder_run: float = 0.05
     decoded_token: float = 2e-3
     beside: float = BESIDE
-    """Of `decoded_token`, what a sequence more adds to a step."""
+    """Share of `decoded_token` that one more sequence adds to a step."""
     processing: float = 0.01
     """Of one media item, from its bytes; learned from first tokens."""
     tier_output: float | None = None
@@ -280,17 +282,17 @@ def engines_wanted(prices: Collection[float], target_wait: float) -> int:
 
 
 def _rates_of(engines: Sequence[EngineState]) -> dict[int, Rates]:
-    """Engine → its rates; those of the fastest, and the mean of what processing takes, for one
+    """Engine → its rates; those of the fastest, and the means of `processing` and `beside`, for one
     that has measured little, or not much worse. What equal engines measure differs, at the warm-up
     and while they share cores, and one that gets no requests would keep it."""
     measured = [engine.rates for engine in engines if engine.num_loads >= MIN_LOADS]
     listed = measured or [engine.rates for engine in engines]
     usual = Rates(
-        min([rates.prompt_token for rates in listed]),
-        min([rates.encoder_run for rates in listed]),
-        min([rates.decoded_token for rates in listed]),
-        sum([rates.beside for rates in listed]) / len(listed),
-        sum([rates.processing for rates in listed]) / len(listed),
+        prompt_token=min([rates.prompt_token for rates in listed]),
+        encoder_run=min([rates.encoder_run for rates in listed]),
+        decoded_token=min([rates.decoded_token for rates in listed]),
+        beside=sum([rates.beside for rates in listed]) / len(listed),
+        processing=sum([rates.processing for rates in listed]) / len(listed),
     )
     found = dict.fromkeys([engine.number for engine in engines], usual)
     for engine in engines:

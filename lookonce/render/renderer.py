@@ -18,7 +18,6 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -613,11 +612,10 @@ class Renderer:
         """Text → id of every token that is cut out of a text, special or not."""
         return {text: token_id for token_id, text in self.tokenizer.added_tokens.items()}
 
-    @cached_property
+    @property
     def fingerprint(self) -> bytes:
-        """The fingerprint that `media_hash` takes; empty for a text-only model. Made once: it
-        describes all of the processor's configuration, and a fleet asks for it each second."""
-        return b"" if self._family is None else self._family.fingerprint()
+        """The fingerprint that `media_hash` takes; empty for a text-only model."""
+        return b"" if self._resolver is None else self._resolver.fingerprint
 
     def release(self, prompt: RenderedPrompt) -> None:
         """Unpin the items of a prompt that will not be sent. May be called twice."""

@@ -27,7 +27,7 @@ from benchmarks.prices import (
     ask_in_turns,
     cores_of,
     request_prices,
-    spread_of,
+    spread_quantiles,
 )
 from benchmarks.running_server import RunningServer
 from lookonce.simulate.prices import Prices
@@ -158,7 +158,7 @@ def test_the_spread_is_of_requests_of_all_kinds_over_the_median_of_their_own() -
     slow = dataclasses.replace(
         quick, first_token=1.0, first_tokens=tuple(np.linspace(0.5, 1.5, 101))
     )
-    spread = spread_of([quick, slow])
+    spread = spread_quantiles([quick, slow])
     assert len(spread) == SPREAD_QUANTILES
     assert list(spread) == sorted(spread)
     assert spread[0] == pytest.approx(0.505, abs=0.01)

@@ -7,7 +7,6 @@ import base64
 import io
 import json
 import threading
-from dataclasses import replace
 
 import pytest
 from PIL import Image
@@ -429,17 +428,20 @@ def test_prompts_with_pictures_equal_those_of_hugging_face_s_processor(kind, fol
     assert prompt.token_ids == list(expected["input_ids"][0])
 
 
-def test_a_renderer_opens_with_real_workers_and_closes():
-    model = ModelConfig(folder=str(NANO_FOLDER), served_name="nano")
+def opened(folder=NANO_FOLDER, **options):
+    """A renderer as an API process opens it."""
+    return open_renderer(
+        ModelConfig(folder=str(folder), served_name="nano"),
+        MediaConfig(),
+        directory=Directory(1 << 20),
+        uuids=UuidBindings(),
+        **options,
+    )
 
+
+def test_a_renderer_opens_with_real_workers_and_closes():
     async def scenario():
-        opening = open_renderer(
-            model,
-            MediaConfig(),
-            directory=Directory(1 << 20),
-            uuids=UuidBindings(),
-        )
-        async with opening as renderer:
+        async with opened() as renderer:
             prompt = await renderer.render_chat([user(picture(png(112, 112)), text("What?"))])
             assert prompt.modality_tokens("image") == 16
             assert prompt.items[0].decode_ms > 0
@@ -449,7 +451,6 @@ def test_a_renderer_opens_with_real_workers_and_closes():
 
 def test_who_asks_for_the_fingerprint_makes_it_no_second_time(monkeypatch):
     """Front-ends of a fleet ask each second."""
-    model = ModelConfig(folder=str(NANO_FOLDER), served_name="nano")
     made = []
     make = ProcessorFamily.fingerprint
     monkeypatch.setattr(
@@ -457,14 +458,7 @@ def test_who_asks_for_the_fingerprint_makes_it_no_second_time(monkeypatch):
     )
 
     async def scenario():
-        opening = open_renderer(
-            model,
-            MediaConfig(),
-            directory=Directory(1 << 20),
-            uuids=UuidBindings(),
-            share=ServerShare(wait_for_worker=False),
-        )
-        async with opening as renderer:
+        async with opened(share=ServerShare(wait_for_worker=False)) as renderer:
             told = renderer.fingerprint
             num_made = len(made)
             assert [renderer.fingerprint for _ in range(3)] == [told] * 3
@@ -484,15 +478,12 @@ def test_a_tokenizer_that_was_loaded_before_a_fork_is_not_loaded_again(monkeypat
     template.write_text("{{ messages[0].content }}")
 
     async def rendered(chat_template):
-        async with open_renderer(
-            model,
-            MediaConfig(),
-            directory=Directory(1 << 20),
-            uuids=UuidBindings(),
+        opening = opened(
             chat_template=chat_template,
             share=ServerShare(wait_for_worker=False),
             encoder=encoder,
-        ) as renderer:
+        )
+        async with opening as renderer:
             return (await renderer.render_chat([user(text("What?"))])).token_ids
 
     assert asyncio.run(rendered(None)) == expected
@@ -502,12 +493,8 @@ def test_a_tokenizer_that_was_loaded_before_a_fork_is_not_loaded_again(monkeypat
 
 
 def test_a_folder_that_is_none_is_a_load_error(tmp_path):
-    model = replace(ModelConfig(folder="", served_name="x"), folder=str(tmp_path))
-
     async def scenario():
-        async with open_renderer(
-            model, MediaConfig(), directory=Directory(0), uuids=UuidBindings()
-        ):
+        async with opened(tmp_path):
             pass
 
     with pytest.raises(ModelLoadError):

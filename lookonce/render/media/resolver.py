@@ -267,7 +267,8 @@ class MediaResolver:
         loop."""
         self.stats = RenderStats(loader.fetched) if stats is None else stats
         self._family = family
-        self._fingerprint = family.fingerprint()
+        self.fingerprint = family.fingerprint()
+        """That `media_hash` takes. Made once: it describes all of the processor's configuration."""
         self.directory = directory
         self._uuids = uuids
         self._loader = loader
@@ -437,7 +438,7 @@ class MediaResolver:
         return media_hash(
             b"".join(parts),
             modality=item.modality,
-            fingerprint=self._fingerprint,
+            fingerprint=self.fingerprint,
             decode_options={"window": [list(a.shape) for _, a in sorted(item.arrays.items())]},
             algorithm=self._algorithm,
         )
@@ -495,7 +496,7 @@ class MediaResolver:
         return media_hash(
             data if source.identity is None else source.identity,
             modality=source.modality,
-            fingerprint=self._fingerprint,
+            fingerprint=self.fingerprint,
             decode_options=of_frames,
             processor_options=_options_of(source, prompt),
             algorithm=self._algorithm,
