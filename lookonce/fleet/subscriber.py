@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T", bound=msgspec.Struct)
 
 SNAPSHOT = b"snapshot"
+START = b"start"
 END_OF_REPLAY = b"\xff" * 8
 ANSWER_SECONDS = 5.0
 """How long the answers to one request may take."""
@@ -87,11 +88,6 @@ Ask: TypeAlias = Callable[[bytes], list[tuple[int, bytes]]]
 """Sends a request and returns its answers: (number, batch). Raises `TimeoutError`."""
 
 
-class _Batch(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    moment: float
-    events: msgspec.Raw
-
-
 class TopicReader:
     """Reads the batches of one topic in order, whatever was lost. `topic` is named in changes.
 
@@ -100,34 +96,34 @@ class TopicReader:
     def __init__(self, topic: str, ask: Ask) -> None:
         self._topic = topic
         self._ask = ask
+        self._start: bytes | None = None
+        """Names the start of the engine whose batches are read; None: the engine does not tell."""
         self._next: int | None = None
         self._last = -1
         """The number received last."""
-        self._moment = 0.0
-        """When the batch before `_next` was made, or the snapshot that had it."""
 
     def begin(self) -> list[Change]:
         """Start with what is held now."""
         changes: list[Change] = []
+        _, self._start = self._state()  # before the snapshot: a start after that is noticed later
         for number, payload in self._ask(SNAPSHOT):
             changes += self._read(payload)
-            self._next, self._moment = number + 1, self._moment_of(payload)
+            self._next = number + 1
         return changes
 
     def check(self) -> list[Change]:
         """The changes of batches after the last one that was read, for all that came of them."""
         if self._next is None:
             return self.begin()
-        last, *later = self._ask((self._next - 1).to_bytes(8, "big")) or [(-1, b"")]
-        if last[0] != self._next - 1:
-            return self.begin()  # the engine has started anew, or forgotten that batch
-        if self._moment_of(last[1]) > self._moment:
-            return self.begin()  # a batch of that number, but of a later start
-        changes: list[Change] = []
-        for number, payload in later:
-            if number == self._next:
-                changes += self._take(payload)
-        return changes
+        last, start = self._state()
+        if start is None:  # what an engine of an older version has of that batch is all it tells
+            kept = [number for number, _ in self._ask((self._next - 1).to_bytes(8, "big"))]
+            if kept[:1] != [self._next - 1]:
+                return self.begin()
+            last = kept[-1]
+        if start != self._start:
+            return self.begin()
+        return self._replay(last) if last >= self._next else []
 
     def receive(self, number: int, payload: bytes) -> list[Change]:
         """The changes of one batch, after those of all that were lost before it."""
@@ -141,27 +137,31 @@ class TopicReader:
             changes += self._take(payload)
         return changes
 
+    def _state(self) -> tuple[int, bytes | None]:
+        """The number of the last batch, and what names the engine's start. An engine of an older
+        version does not know the question: (-1, None)."""
+        return next(iter(self._ask(START)), (-1, None))
+
     def _catch_up(self, number: int) -> list[Change]:
+        _, start = self._state()
+        return self._replay(number - 1) if start == self._start else self.begin()
+
+    def _replay(self, last: int) -> list[Change]:
+        """Changes of the batches from the next one up to `last`; of all that is held now, where
+        they are forgotten."""
         assert self._next is not None
         changes: list[Change] = []
-        for replayed, payload in self._ask(self._next.to_bytes(8, "big")):
-            if replayed == self._next:
+        for number, payload in self._ask(self._next.to_bytes(8, "big")):
+            if number == self._next:
                 changes += self._take(payload)
-        return changes if self._next >= number else self.begin()
+        return changes if self._next > last else self.begin()
 
     def _take(self, payload: bytes) -> list[Change]:
         """Changes of the next batch."""
         assert self._next is not None
         changes = self._read(payload)
-        self._next, self._moment = self._next + 1, self._moment_of(payload)
+        self._next += 1
         return changes
-
-    def _moment_of(self, payload: bytes) -> float:
-        """Raises `ProtocolError`."""
-        try:
-            return msgspec.msgpack.decode(payload, type=_Batch).moment
-        except msgspec.MsgspecError as error:
-            raise ProtocolError(f"a batch of {self._topic} cannot be read") from error
 
     def _read(self, payload: bytes) -> list[Change]:
         """Changes of a batch. Raises `ProtocolError`."""

@@ -8,7 +8,7 @@ import math
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from lookonce.config import ENGINE_TOPIC, ITEM_TOPIC, EventsConfig
 from lookonce.engine.process.cache_events import (
+    END_OF_REPLAY,
     Change,
     Cleared,
     Computed,
@@ -139,6 +140,16 @@ def test_a_load_is_read_as_it_was_told(form: str) -> None:
     steps=st.lists(st.tuples(STEP, st.booleans()), max_size=40),
     max_batches=st.sampled_from([2, 1000]),
 )
+@example(
+    steps=[
+        (("hold", 2), False),
+        (("clear", 1), False),
+        (("restart", 1), False),
+        (("hold", 1), False),
+        (("hold", 1), True),
+    ],
+    max_batches=2,
+)
 @settings(max_examples=100)
 def test_a_check_finds_what_was_lost_last(
     steps: list[tuple[tuple[str, int], bool]], max_batches: int
@@ -161,6 +172,45 @@ def test_a_check_finds_what_was_lost_last(
     assert followed.index.held(5) == followed.held
     assert followed.reader.check() == []
     followed.index.check_integrity()
+
+
+class OlderLog(TopicLog):
+    """Does not know the question for the start; `EventPublisher` answers it with the end alone."""
+
+    def answer(self, request: bytes) -> Iterator[tuple[bytes, bytes]]:
+        return iter([(END_OF_REPLAY, b"")]) if request == b"start" else super().answer(request)
+
+
+def test_an_engine_that_does_not_name_its_start_is_followed() -> None:
+    log = OlderLog("keys", "array", max_batches=4)
+
+    def ask(wanted: bytes) -> list[tuple[int, bytes]]:
+        *answers, _ = log.answer(wanted)
+        return [(int.from_bytes(number, "big"), payload) for number, payload in answers]
+
+    reader = TopicReader("keys", ask)
+    assert reader.begin() == [AllGone("keys")]
+    log.append([Held(digest(1))])
+    _, number, payload = log.append([Held(digest(2))])
+    held = [Added("keys", [1]), Added("keys", [2])]
+    assert reader.receive(int.from_bytes(number, "big"), payload) == held
+    log.append([Held(digest(3))])
+    assert reader.check() == [Added("keys", [3])]
+    assert reader.check() == []
+    log = OlderLog("keys", "array")
+    assert reader.check() == [AllGone("keys")]
+
+
+def test_an_older_start_is_not_continued_where_a_gap_is_found() -> None:
+    """Replaying the new start's batches from the number that is expected would leave out those
+    before."""
+    followed = FollowedLog("array", 1000)
+    followed.tell([Held(digest(7))], arrives=True)
+    followed.restart(arrives=False)
+    followed.tell([Held(digest(1))], arrives=False)
+    followed.tell([Held(digest(2))], arrives=False)
+    followed.tell([Held(digest(3))], arrives=True)
+    assert followed.index.held(5) == {1, 2, 3}
 
 
 def test_batches_that_a_snapshot_had_are_left_out() -> None:

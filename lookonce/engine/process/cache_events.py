@@ -13,12 +13,14 @@ knows that the engine has started anew.
 A subscriber that finds a gap asks the ROUTER socket, by one frame of 8 bytes, for all batches from
 that number on; the answers end with the number -1 and an empty payload. Where these begin too late,
 it asks for a `snapshot`: batches that clear everything and store what is held now, all with the
-number up to which they are true. A second frame names another topic than that of KV blocks.
+number up to which they are true. `start` is answered with the number of the last batch and bytes
+that name this start of the engine. A second frame names another topic than that of KV blocks.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import queue
 import threading
 import time
@@ -43,6 +45,8 @@ MAX_SNAPSHOT_CHANGES = 1_000
 """Changes in one batch of a snapshot."""
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 SNAPSHOT = b"snapshot"
+START = b"start"
+START_BYTES = 16
 LOAD_SECONDS = 0.1
 """Least time between two events about the load."""
 IDLE_LOAD_SECONDS = 10.0
@@ -349,6 +353,8 @@ class TopicLog:
         self._form = form
         self._block_size = block_size
         self._max_batches, self._max_bytes = max_batches, max_bytes
+        self._start = os.urandom(START_BYTES)
+        """Of no other log: numbers of batches say nothing of who counted them."""
         self._lock = threading.Lock()
         self._batches: deque[tuple[int, bytes]] = deque()
         self._num_bytes = 0
@@ -397,16 +403,21 @@ class TopicLog:
             yield number, encode_batch(to_events(changes, self._block_size), self._form, moment)
 
     def answer(self, request: bytes) -> Iterator[tuple[bytes, bytes]]:
-        """(number, payload) frames that answer a request: `snapshot`, or a number to replay from.
+        """(number, payload) frames that answer a request: `snapshot`, `start`, or a number to
+        replay from.
 
         Raises `ValueError` for another request.
         """
-        if request != SNAPSHOT and len(request) != 8:
-            raise ValueError("a request is `snapshot` or a number of 8 bytes")
+        batches: Iterator[tuple[int, bytes]]
         if request == SNAPSHOT:
-            batches: Iterator[tuple[int, bytes]] = self.snapshot()
-        else:
+            batches = self.snapshot()
+        elif request == START:
+            with self._lock:
+                batches = iter([(self._next - 1, self._start)])
+        elif len(request) == 8:
             batches = iter(self.replay(int.from_bytes(request, "big")))
+        else:
+            raise ValueError("a request is `snapshot`, `start` or a number of 8 bytes")
         for number, payload in batches:
             yield number.to_bytes(8, "big"), payload
         yield END_OF_REPLAY, b""
