@@ -27,6 +27,8 @@ MAX_IDLE = 256
 NO_DESCRIPTOR = "the front-end can open no more connections to engines now"
 OWN_LACKS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 """Failures to connect that say nothing of the engine."""
+UNREACHABLE = frozenset({errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ETIMEDOUT})
+"""Failures to connect to an engine whose machine, or the way there, may be gone."""
 CLOSING_TURNS = 3
 """Of the event loop, after which the descriptor of a connection that was aborted is free."""
 MAX_UNREAD = 1 << 20
@@ -48,6 +50,10 @@ HOP_BY_HOP = frozenset(
 
 class EngineLostError(Exception):
     """The engine's server cannot be reached, or ended its connection in the middle."""
+
+
+class EngineUnreachableError(EngineLostError):
+    """Nothing answered an attempt to connect. Connections that there are would not tell of it."""
 
 
 class NoDescriptorError(UnavailableError):
@@ -131,6 +137,8 @@ class EngineClient:
         self.connections = connections
         self.idle: dict[_Connection, None] = {}
         """Those of `connections` that are this engine's, the one used last at the end."""
+        self.busy: set[_Connection] = set()
+        """Those whose answer has not ended."""
         local = address.startswith("unix:")
         self._host = b"localhost" if local else address.encode()
 
@@ -149,11 +157,12 @@ class EngineClient:
         head = self._head(method, target, headers, len(body))
         while True:
             connection, used = await self._connection()
+            self.busy.add(connection)
             try:
                 await connection.send(head, body, bodiless=method == "HEAD")
             except EngineLostError:
                 connection.abort()
-                if used and not connection.received:
+                if used and not connection.received and not connection.given_up:
                     continue  # it was closed while it was idle
                 raise
             except BaseException:
@@ -165,6 +174,16 @@ class EngineClient:
         """Close what waits for a next request."""
         for connection in list(self.idle):
             connection.abort()
+
+    def abort(self) -> int:
+        """End all connections: requests that have no whole answer raise `EngineLostError`. How many
+        such requests there were."""
+        self.close()
+        lost = list(self.busy)
+        for connection in lost:
+            connection.given_up = True
+            connection.abort()
+        return len(lost)
 
     def _head(
         self, method: str, target: str, headers: Iterable[tuple[bytes, bytes]], length: int
@@ -190,6 +209,8 @@ class EngineClient:
                 async with asyncio.timeout(CONNECT_SECONDS):
                     return await self._connect(), False
             except (OSError, TimeoutError) as error:
+                if isinstance(error, TimeoutError) or error.errno in UNREACHABLE:
+                    raise EngineUnreachableError(f"{self.address} cannot be reached") from error
                 if error.errno not in OWN_LACKS:
                     raise EngineLostError(f"{self.address} cannot be reached") from error
                 if not self.connections.close():
@@ -235,6 +256,8 @@ class _Connection(asyncio.Protocol):
         """The engine does not close it after this answer."""
         self._bodiless = False
         self._lost = False
+        self.given_up = False
+        """It was ended because the engine is silent."""
 
     @property
     def usable(self) -> bool:
@@ -279,12 +302,14 @@ class _Connection(asyncio.Protocol):
     def release(self) -> None:
         if self.usable and self._stays and not self._bodiless:
             self._parser = httptools.HttpResponseParser(self)
+            self.client.busy.discard(self)
             self.client.connections.keep(self)
         else:
             self.abort()
 
     def abort(self) -> None:
         self._lost = True
+        self.client.busy.discard(self)
         self.client.connections.forget(self)
         if self._transport is not None:
             self._transport.abort()
@@ -309,6 +334,7 @@ class _Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._lost = True
+        self.client.busy.discard(self)
         self.client.connections.forget(self)
         self._writable.set()
         self._wake()

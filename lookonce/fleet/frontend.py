@@ -44,6 +44,7 @@ from lookonce.fleet.engine_http import (
     EngineAnswer,
     EngineClient,
     EngineLostError,
+    EngineUnreachableError,
     Headers,
     IdleConnections,
     NoDescriptorError,
@@ -80,7 +81,10 @@ logger = logging.getLogger("lookonce.fleet")
 MAX_BODY_BYTES = 512 << 20
 PROBE_SECONDS = 1.0
 """Between two looks at an engine's `/ready`."""
-PROBE_TIMEOUT = 10.0
+PROBE_TIMEOUT = 5.0
+SILENT_PROBES = 2
+"""So many probes in a row without an answer in time: the engine is given up. One alone may be a
+long pause of the engine, or of this process."""
 METRICS_TIMEOUT = 2.0
 METRICS_SECONDS = 0.5
 """For so long what engines told of themselves is told again: anybody may ask, and to gather it
@@ -267,18 +271,20 @@ class Member:
             asyncio.get_running_loop().run_in_executor(None, self.subscriber.close)
 
     async def _watch(self) -> None:
+        num_silent = 0
         while True:
             self._looks.clear()
+            ready = self.state.accepts  # as long as nothing was found out
             try:
-                ready = await self._is_ready()
-                if not ready:
-                    self.without.clear()  # whatever comes back may be able to
-                elif not await self.learn():
-                    ready = self.state.accepts  # it goes on as it is known
-                elif not self.state.accepts and not self.draining:
-                    ready = await self._load_adapters()
+                ready = await self._probe()
+                num_silent = 0
+            except TimeoutError:
+                num_silent += 1
+                if num_silent >= SILENT_PROBES:
+                    ready = False
+                    self._give_up()
             except NoDescriptorError:
-                ready = self.state.accepts  # nothing was found out
+                pass
             self.state.accepts = ready and not self.draining
             self._on_look()
             with contextlib.suppress(TimeoutError):
@@ -286,24 +292,45 @@ class Member:
                     await self._looks.wait()
                     await asyncio.sleep(0.05)
 
-    async def _is_ready(self) -> bool:
-        found = await self.get("/ready")
-        return found is not None and found[0] == 200
+    async def _probe(self) -> bool:
+        """Whether the engine takes requests. Raises `TimeoutError` where it gives no answer, and
+        `NoDescriptorError`."""
+        found = await self._told("/ready")
+        if found is None or found[0] != 200:
+            self.without.clear()  # whatever comes back may be able to
+            return False
+        if not await self._learn():
+            return self.state.accepts  # it goes on as it is known
+        if not self.state.accepts and not self.draining:
+            return await self._load_adapters()
+        return True
+
+    def _give_up(self) -> None:
+        """The engine is silent, so its requests are lost: those that have no answer yet are sent to
+        another engine, the others end with an error."""
+        if self.client.abort() or self.state.accepts:
+            logger.error("%s has stopped answering: it is given up", self.address.name)
 
     async def learn(self) -> bool:
         """What the model and its adapters are called and how caches know their media and prompts;
         whether it told. Adapters come and go while an engine runs."""
-        async with self._learning:  # what was told later counts
+        with contextlib.suppress(TimeoutError):
             return await self._learn()
+        return False
 
     async def _learn(self) -> bool:
-        cache = await self.get("/inference/v1/media_cache")
+        """As `learn`. Raises `TimeoutError` where the engine gives no answer."""
+        async with self._learning:  # what was told later counts
+            return await self._learn_in_turn()
+
+    async def _learn_in_turn(self) -> bool:
+        cache = await self._told("/inference/v1/media_cache")
         if cache is None or cache[0] != 200:
             return False
         try:
             told = Processor.told(self.address.model, msgspec.json.decode(cache[1]))
             if not self.cards or told != self.processor:
-                models = await self.get("/v1/models")
+                models = await self._told("/v1/models")
                 if models is None or models[0] != 200:
                     return False
                 self.cards = list(msgspec.json.decode(models[1])["data"])
@@ -338,7 +365,7 @@ class Member:
                     logger.error("%s did not answer a load of %s", self.address.name, name)
                     return False  # it is asked again
                 answered[name] = load
-            if not await self.learn():
+            if not await self._learn():
                 return False
             if failed := {n for n in missing() if self._loads[n] is answered.get(n)}:
                 names, engine = ", ".join(sorted(failed)), self.address.name
@@ -347,7 +374,13 @@ class Member:
                 self.state.adapters -= failed
         return True
 
-    async def get(self, path: str, timeout: float = PROBE_TIMEOUT) -> tuple[int, bytes] | None:
+    async def _told(self, path: str) -> tuple[int, bytes] | None:
+        """Status and body of a probe; None where the engine was lost. Raises `TimeoutError` where
+        it gives no answer, and `NoDescriptorError`."""
+        answer = await self._answer("GET", path, self._keys.headers(), b"", PROBE_TIMEOUT)
+        return None if answer is None else (answer[0], answer[2])
+
+    async def get(self, path: str, timeout: float) -> tuple[int, bytes] | None:
         """Status and body; None where none came in time. Raises `NoDescriptorError`."""
         answer = await self.ask("GET", path, self._keys.headers(), b"", timeout)
         return None if answer is None else (answer[0], answer[2])
@@ -356,6 +389,15 @@ class Member:
         self, method: str, target: str, headers: Headers, body: bytes, timeout: float
     ) -> EngineAnswerParts | None:
         """The whole answer; None where none came in time. Raises `NoDescriptorError`."""
+        with contextlib.suppress(TimeoutError):
+            return await self._answer(method, target, headers, body, timeout)
+        return None
+
+    async def _answer(
+        self, method: str, target: str, headers: Headers, body: bytes, timeout: float
+    ) -> EngineAnswerParts | None:
+        """The whole answer; None where the engine was lost. Raises `TimeoutError` and
+        `NoDescriptorError`."""
         try:
             async with asyncio.timeout(timeout):
                 answer = await self.client.request(method, target, headers, body)
@@ -363,7 +405,9 @@ class Member:
                     return answer.status, answer.headers, await answer.body()
                 finally:
                     answer.close()
-        except (EngineLostError, TimeoutError):
+        except EngineUnreachableError:
+            raise TimeoutError from None
+        except EngineLostError:
             return None
 
 

@@ -303,6 +303,84 @@ async def test_a_death_in_the_middle_ends_its_own_stream_with_an_error(path: str
             assert told["error"]["code"] == "engine_dead"
 
 
+async def test_a_stopped_engine_is_given_up_and_taken_back_when_it_continues(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One that hangs would hold its requests for ever: connections to it stay open."""
+
+    async def stop(engine: FakeEngine, request: Received, writer: asyncio.StreamWriter) -> None:
+        if request.json.get("stream"):
+            begin_stream(writer)
+            send_chunk(writer, b"data: 1\n\n")
+            await writer.drain()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr("lookonce.fleet.frontend.PROBE_TIMEOUT", 0.3)
+    monkeypatch.setattr("lookonce.fleet.frontend.PROBE_SECONDS", 0.01)
+    async with serving(FakeEngine("a"), FakeEngine("b")) as served:
+        asked: dict[str, Any] = {"prompt_cache_key": "one"}
+        first = (await served.ask(**asked)).json()["engine"]  # over a connection that stays open
+        engine = served.named(first)
+        engine.answer = stop
+        body = {"model": "nano", "messages": [], "stream": True, **asked}
+        async with served.client.stream("POST", "/v1/chat/completions", json=body) as response:
+            lines = response.aiter_lines()
+            assert await anext(lines) == "data: 1"
+            engine.stopped = True
+            waiting = await served.ask(**asked)
+            rest = [line async for line in lines if line]
+        assert waiting.json()["engine"] != first
+        assert json.loads(rest[-1].removeprefix("data: "))["error"]["code"] == "engine_dead"
+        assert served.frontend.retried == 1
+        assert [each.address.name for each in served.fleet.ready()] == [waiting.json()["engine"]]
+        engine.stopped = False
+        await served.until(lambda: len(served.fleet.ready()) == 2)
+
+
+async def test_one_silent_probe_alone_ends_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    release = asyncio.Event()
+
+    async def wait(engine: FakeEngine, request: Received, writer: asyncio.StreamWriter) -> None:
+        await release.wait()
+        reply(writer, 200, {"engine": engine.name})
+
+    monkeypatch.setattr("lookonce.fleet.frontend.PROBE_TIMEOUT", 0.5)
+    monkeypatch.setattr("lookonce.fleet.frontend.PROBE_SECONDS", 0.01)
+    async with serving(FakeEngine("a", answer=wait)) as served:
+        (engine,) = served.engines
+        asked = asyncio.create_task(served.ask())
+        await served.until(lambda: engine.received)
+        engine.stopped = True
+        await served.until(lambda: engine.unanswered_probes == 2)
+        engine.stopped = False
+        assert served.fleet.ready()
+        release.set()
+        assert (await asked).status_code == 200
+        assert served.frontend.retried == 0
+
+
+async def test_an_engine_that_cannot_be_reached_loses_requests_whose_connections_do_not_tell(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its machine is gone: nothing ends what is open."""
+
+    async def unreachable(*_: Any) -> None:
+        raise OSError(errno.EHOSTUNREACH, "No route to host")
+
+    async def hang(engine: FakeEngine, request: Received, writer: asyncio.StreamWriter) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr("lookonce.fleet.frontend.PROBE_SECONDS", 0.01)
+    async with serving(FakeEngine("a", answer=hang)) as served:
+        asked = asyncio.create_task(served.ask())
+        await served.until(lambda: served.engines[0].received)
+        monkeypatch.setattr("lookonce.fleet.engine_http.EngineClient._connect", unreachable)
+        for member in served.fleet.members.values():
+            member.client.close()
+        assert (await asked).status_code == 503
+        assert not served.fleet.ready()
+
+
 async def test_a_client_that_leaves_ends_its_request_at_the_engine() -> None:
     async def begin(engine: FakeEngine, request: Received, writer: asyncio.StreamWriter) -> None:
         begin_stream(writer)

@@ -72,6 +72,9 @@ class FakeEngine:
     """Name → digest of its contents, in hex."""
     probes: dict[str, int] = field(default_factory=dict)
     """Routes of probes that are answered 500, and how often they were."""
+    stopped: bool = False
+    """It takes connections and answers nothing, as a process that was sent SIGSTOP."""
+    unanswered_probes: int = 0
     fingerprint: str = FINGERPRINT
     facts: dict[str, Any] | None = None
     """What front-ends that render want to know of the model."""
@@ -113,6 +116,9 @@ class FakeEngine:
             writer.close()
 
     async def _respond(self, request: Received, writer: asyncio.StreamWriter) -> None:
+        self.unanswered_probes += self.stopped and request.target == "/ready"
+        while self.stopped:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
         match request.target:
             case target if target in self.probes:
                 self.probes[target] += 1
