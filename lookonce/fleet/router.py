@@ -48,6 +48,8 @@ MAX_ALIASES = 65_536
 MAX_LENGTHS = 65_536
 MAX_SESSIONS = 65_536
 MAX_STORED = 65_536
+MAX_UNTOLD_PIECES = 65_536
+"""Of prompts whose answers ended before their engines told that they were computed."""
 RATE_WEIGHT = 0.3
 """Of a new measurement beside those before."""
 MIN_LOADS = 4
@@ -342,6 +344,8 @@ class Route:
     expected: tuple[int, ...] = ()
     left: float = 0.0
     answered: bool = False
+    computed: bool = False
+    """The engine has told of its prompt."""
     ended: bool = False
 
     def why(self) -> str:
@@ -424,6 +428,10 @@ class Router:
         self._stored = TenantLRU[str, str](MAX_STORED)
         self._running: dict[str, list[Route]] = {}
         """Id of a request → the routes with it: clients choose ids, and two may choose the same."""
+        self._untold: OrderedDict[str, list[Route]] = OrderedDict()
+        """The same of routes that ended before their engine told of the prompt: events come later
+        than a short answer ends. The oldest is first."""
+        self._num_untold_pieces = 0
         self._chars_per_token = DEFAULT_CHARS_PER_TOKEN
         self.answer_tokens = DEFAULT_ANSWER_TOKENS
         """That an answer usually has."""
@@ -483,10 +491,11 @@ class Router:
 
     def _note_computed(self, engine: EngineState, computed: PromptComputed) -> None:
         """Learn what the request's prompt has become at the engine."""
-        named = self._running.get(computed.request_id, ())
+        named = [*self._running.get(computed.request_id, ()), *self._told(computed.request_id)]
         routes = [route for route in named if route.engine is engine]
         if len(routes) != 1:
             return  # none of ours, or nobody knows whose it is
+        routes[0].computed = True
         identity = routes[0].identity
         media_tokens = 0
         if len(computed.items) == len(identity.media):
@@ -514,6 +523,19 @@ class Router:
                     del node.blocks[engine.number]  # too short to be kept
                 else:
                     node.blocks[engine.number] = block
+
+    def _await_told(self, request_id: str, route: Route) -> None:
+        """A route has ended, and its engine may yet tell of its prompt."""
+        self._untold.setdefault(request_id, []).append(route)
+        self._num_untold_pieces += len(route.identity.pieces)
+        while self._num_untold_pieces > MAX_UNTOLD_PIECES:
+            self._told(next(iter(self._untold)))
+
+    def _told(self, request_id: str) -> list[Route]:
+        """The routes of this id that have ended; they are awaited no more."""
+        routes = self._untold.pop(request_id, [])
+        self._num_untold_pieces -= sum(len(route.identity.pieces) for route in routes)
+        return routes
 
     # --- requests --------------------------------------------------------------------------------
 
@@ -760,6 +782,8 @@ class Router:
                 engine.expected[key] = left
             else:
                 engine.expected.pop(key, None)
+        if route.identity.pieces and not (failed or route.computed):
+            self._await_told(request_id, route)
         if failed:
             for piece in route.identity.pieces:
                 node = self._nodes.get(piece.digest)
@@ -788,6 +812,10 @@ class Router:
         for bindings in (self._aliases, self._sessions, self._stored):
             bindings.check_integrity()
         running = [route for named in self._running.values() for route in named]
+        untold = [route for named in self._untold.values() for route in named]
+        assert all(route.ended and not route.computed for route in untold)
+        num_pieces = sum(len(route.identity.pieces) for route in untold)
+        assert self._num_untold_pieces == num_pieces <= MAX_UNTOLD_PIECES
         for engine in self.engines.values():
             mine = [route for route in running if route.engine is engine]
             assert engine.num_requests == len(mine), engine.name

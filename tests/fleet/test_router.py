@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from lookonce.cache.identity import item_key, media_hash, name_digest, scope_digest
 from lookonce.config import ENCODER_TOPIC, ITEM_TOPIC
@@ -627,6 +627,37 @@ def test_two_requests_of_one_id_do_not_teach_of_each_other() -> None:
     assert [router.route("other", each).work.num_known for each in later] == [0, 0]
 
 
+def test_a_prompt_is_known_where_its_answer_ended_before_its_engine_told() -> None:
+    """Answers of few tokens end before events come."""
+    fleet = Fleet("a", "b")
+    prompt = identity(chat("a question " * 50))
+    name, route = fleet.send(prompt)
+    fleet.router.ended(name, route)
+    fleet.compute(name, route)
+    fleet.router.check_integrity()
+    again = fleet.send(prompt)[1]
+    assert (again.engine, again.reason) == (route.engine, "known")
+    fleet.router.apply(route.engine, [Gone(KV, [short(b"b" * 32)])])
+    assert fleet.send(prompt, ())[1].work.known_tokens == 0
+
+
+def test_ended_requests_whose_engines_never_tell_are_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("lookonce.fleet.router.MAX_UNTOLD_PIECES", 12)
+    fleet = Fleet("a")
+    cat = {"type": "image_url", "image_url": {"url": "https://a.example/cat"}}
+    name, first = fleet.send(identity(chat("one", [cat])))
+    fleet.router.ended(name, first)
+    for number in range(9):
+        other, route = fleet.send(identity(chat(f"{number}")))
+        fleet.router.ended(other, route)
+        fleet.router.check_integrity()
+    told = PromptComputed(name, 300, [(b"k" * 32, 50)], None)
+    fleet.router.apply(first.engine, [Added(ENCODER_TOPIC, [short(b"k" * 32)]), told])
+    assert fleet.send(identity(chat("two", [cat])))[1].work.num_known == 0
+
+
 def test_a_tenant_takes_no_bindings_of_others_before_it_has_used_its_share(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -677,6 +708,8 @@ class RouterMachine(RuleBasedStateMachine):
     def start(self) -> None:
         self.fleet = Fleet("e0", "e1", "e2")
         self.running: dict[str, Route] = {}
+        self.ended: Any = None
+        """Name and route of the last request that ended."""
         self.named = 3
 
     @rule(contents=CONTENTS, session=st.sampled_from([None, "s", "t"]))
@@ -699,7 +732,13 @@ class RouterMachine(RuleBasedStateMachine):
         if what == "compute":
             self.fleet.compute(name, self.running[name], bytes([which]) * 32)
             return
-        self.fleet.router.ended(name, self.running.pop(name), failed=what == "fail")
+        self.fleet.router.ended(name, self.running[name], failed=what == "fail")
+        self.ended = name, self.running.pop(name)
+
+    @precondition(lambda self: self.ended is not None)
+    @rule()
+    def compute_late(self) -> None:
+        self.fleet.compute(*self.ended)
 
     @rule(which=st.integers(0, 2))
     def drain(self, which: int) -> None:
