@@ -6,15 +6,18 @@ steps     the engine without a server: decodes side by side, prompts in chunks, 
 tiers     prompts of two lengths that come back from host memory and from a disk
 decodes   a server's answers, one and eight at a time, after short and long prompts
 cores     fixed work in one process, and in as many as there are cores
-requests  a server that is asked one thing after another, with pauses: first tokens by the prompt's
-          length, what of it is new, and pictures that are known, by a fit; the CPU time of its API
-          process for a request and for each token that it streams; what a new picture takes beyond
-          that and its encoder run, and that run; how unequal requests of one kind are (`spread`)
+requests  a server that is asked one thing after another, at once and with pauses: how much longer
+          first tokens take by the pause before them (`idle`); without that, first tokens by the
+          prompt's length, what of it is new, and pictures that are known, by a fit; the CPU time of
+          its API process for a request and for each token that it streams; what a new picture takes
+          beyond that and its encoder run, and that run; how unequal requests of one kind are
+          (`spread`)
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
 import json
 import multiprocessing
@@ -23,6 +26,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import httpx
@@ -52,13 +56,20 @@ TIER_LENGTHS, TIER_LOADS, TIER_BYTES = (100, 1500), 12, 256 << 20
 CORE_REPEATS, WORK_ROUNDS = 7, 1000
 ASKED = 10
 """Requests of each kind to the server in each turn."""
-RATES = (4.0, 10.0, 25.0)
-"""Requests a second of each turn, at random times, of which none waits for another. In a turn all
-kinds are asked, so that what else the machine does disturbs some requests of all kinds, not all of
-one. The longer the pause before a request, the more caches are cold and cores asleep."""
+RATES = (None, 4.0, 10.0, 25.0, 60.0)
+"""Requests a second of each turn, at random times, of which none waits for another; None: each as
+soon as the one before has ended. In a turn all kinds are asked, so that what else the machine does
+disturbs some requests of all kinds, not all of one. The longer the pause before a request, the more
+caches are cold and cores asleep."""
 WARM_UP = 4
 """Requests of each kind that are not counted, before those of each turn."""
 SPREAD_QUANTILES = 100
+IDLE_EDGES = (0.0, 1e-3, 5e-3, 1e-2, 2e-2, 4e-2, 8e-2, 0.16, 0.32, float("inf"))
+"""Idle seconds: of the requests between two of them is one point of the price by idle seconds."""
+IDLE_LEAST = 8
+"""Requests of a point."""
+IDLE_ROUNDS = 20
+"""In which that price, and the times of kinds without it, are found."""
 SHORT_PROMPT = MAX_TOKENS
 """Tokens of a step that the native decoder computes; longer ones are computed in another way."""
 DECODE_RATE = 8.0
@@ -254,9 +265,9 @@ class Asked:
     first_token: float
     """Median, seconds."""
     api_cpu: float
-    """Seconds of the API process for each request."""
+    """Seconds of the API process for each request of the first turn."""
     engine_cpu: float
-    """Seconds of the engine process for each request."""
+    """Seconds of the engine process for each request of the first turn."""
     prompt_tokens: float
     cached_tokens: float
     num_items: int = 0
@@ -264,6 +275,10 @@ class Asked:
     """Of all its media, encoded."""
     first_tokens: tuple[float, ...] = ()
     """Of each request, seconds."""
+    idle: tuple[float, ...] = ()
+    """Seconds from the end of the request before each of `first_tokens`."""
+    num_embedded: float = 0.0
+    """Items of which the prompt's new tokens have encoder outputs."""
 
     @property
     def new_tokens(self) -> float:
@@ -282,37 +297,104 @@ class Asked:
         return self.new_tokens * (self.cached_tokens + (self.new_tokens + 1) / 2)
 
 
+@dataclass(frozen=True, slots=True)
+class Alone:
+    """A request that came when the server had no other."""
+
+    outcome: RequestOutcome
+    idle: float
+    """Seconds since the one before had ended."""
+
+
 def ask_in_turns(server: RunningServer, kinds: Sequence[Kind]) -> list[Asked]:
     """`ASKED` requests of each kind at the first of `RATES`, then as many at the next."""
-    alone: list[list[RequestOutcome]] = [[] for _ in kinds]
+    alone: list[list[Alone]] = [[] for _ in kinds]
     cpu = np.zeros((len(kinds), 3))
     for turn, rate in enumerate(RATES):
         first = turn * (WARM_UP + ASKED)
         for at, kind in enumerate(kinds):
             made = [kind.body(first + n) for n in range(WARM_UP + ASKED)]
-            run_load(server.url, [], made[:WARM_UP], Arrivals(concurrency=1))
+            warm_up = run_load(server.url, [], made[:WARM_UP], Arrivals(concurrency=1))
             before = server.cpu_seconds()
             arrivals = Arrivals(concurrency=1, rate=rate, seed=turn)
             result = run_load(server.url, [], made[WARM_UP:], arrivals)
-            cpu[at] += np.subtract(server.cpu_seconds(), before)
-            alone[at] += alone_at_the_server(result.answered)
-    cpu /= len(RATES) * ASKED
+            if turn == 0:
+                cpu[at] = np.subtract(server.cpu_seconds(), before)
+            last = max(outcome.ended for outcome in warm_up.outcomes)
+            alone[at] += alone_at_the_server(result.answered, last)
+    cpu /= ASKED
     return [asked_of(*each) for each in zip(kinds, alone, cpu, strict=True)]
 
 
-def asked_of(kind: Kind, alone: Sequence[RequestOutcome], cpu: NDArray[np.float64]) -> Asked:
+def asked_of(kind: Kind, alone: Sequence[Alone], cpu: NDArray[np.float64]) -> Asked:
     """`cpu`: seconds of API process, media workers and engine process for each request."""
-    firsts = [each.first_text for each in alone]
+    outcomes = [each.outcome for each in alone]
+    firsts = [each.first_text for each in outcomes]
     return Asked(
         median(firsts),
         float(cpu[0]),
         float(cpu[2]),
-        median([float(each.prompt_tokens) for each in alone]),
-        median([float(each.cached_tokens) for each in alone]),
+        median([float(each.prompt_tokens) for each in outcomes]),
+        median([float(each.cached_tokens) for each in outcomes]),
         kind.num_items,
         kind.item_bytes,
         tuple(firsts),
+        tuple([each.idle for each in alone]),
+        median([float(num_embedded(each)) for each in outcomes]),
     )
+
+
+def num_embedded(outcome: RequestOutcome) -> int:
+    """Items whose encoder outputs the prompt's new tokens have: those before are in KV blocks."""
+    return sum(item.encoder not in ("skipped", "unknown") for item in outcome.items)
+
+
+def idle_prices(asked: Sequence[Asked]) -> tuple[tuple[float, float], ...]:
+    """`Prices.idle`: what first tokens took beyond the median of their kind, by the idle seconds
+    before them. A request of any kind takes so much longer; a longer pause never makes it shorter.
+    """
+    kind = np.repeat(np.arange(len(asked)), [len(each.idle) for each in asked])
+    seconds = np.array([first for each in asked if each.idle for first in each.first_tokens])
+    idle = np.array([pause for each in asked for pause in each.idle])
+    found = [(idle >= least) & (idle < most) for least, most in pairwise(IDLE_EDGES)]
+    parts = [part for part in found if part.sum() >= IDLE_LEAST]
+    if not parts:
+        return ()
+    at = np.array([np.median(idle[part]) for part in parts])
+    longer = np.zeros(len(parts))
+    for _ in range(IDLE_ROUNDS):
+        alike = seconds - np.interp(idle, at, longer)
+        of_kind = {each: np.median(alike[kind == each]) for each in set(kind.tolist())}
+        more = seconds - np.array([of_kind[each] for each in kind.tolist()])
+        longer = ascending([float(np.median(more[part])) for part in parts])
+        longer -= longer[0]
+    return tuple(zip(at.tolist(), longer.tolist(), strict=True))
+
+
+def ascending(values: Sequence[float]) -> NDArray[np.float64]:
+    """The numbers nearest to `values`, by least squares, none below the one before it."""
+    runs: list[tuple[float, int]] = []  # mean and length
+    for value in values:
+        mean, length = value, 1
+        while runs and runs[-1][0] > mean:
+            earlier, count = runs.pop()
+            mean = (mean * length + earlier * count) / (length + count)
+            length += count
+        runs.append((mean, length))
+    return np.repeat([mean for mean, _ in runs], [length for _, length in runs])
+
+
+def at_once(asked: Asked, prices: Prices) -> Asked:
+    """What it would have taken without pauses, by `prices.idle`."""
+    if not asked.idle:
+        return asked
+    firsts = tuple(
+        [
+            max(1e-5, first - prices.of_idle(idle))
+            for first, idle in zip(asked.first_tokens, asked.idle, strict=True)
+        ]
+    )
+    return dataclasses.replace(asked, first_token=median(firsts), first_tokens=firsts)
 
 
 def spread_quantiles(asked: Sequence[Asked]) -> tuple[float, ...]:
@@ -323,12 +405,13 @@ def spread_quantiles(asked: Sequence[Asked]) -> tuple[float, ...]:
     return tuple(np.quantile(times, middles).tolist())
 
 
-def alone_at_the_server(answered: Sequence[RequestOutcome]) -> list[RequestOutcome]:
-    """Those that were due after the one before had ended: the others waited for it."""
-    ended, found = 0.0, []
+def alone_at_the_server(answered: Sequence[RequestOutcome], ended: float) -> list[Alone]:
+    """Those that were due after the one before had ended: the others waited for it. `ended`: when
+    the last before all of them had."""
+    found = []
     for each in sorted(answered, key=lambda outcome: outcome.asked):
         if each.asked >= ended:
-            found.append(each)
+            found.append(Alone(each, each.asked - ended))
         ended = max(ended, each.ended)
     return found
 
@@ -382,6 +465,12 @@ class Kinds:
     def all(self) -> tuple[Asked, ...]:
         return (*self.known, *self.new.values(), self.answer)
 
+    def at_once(self, prices: Prices) -> Kinds:
+        """What they would have taken without pauses, by `prices.idle`."""
+        new = {size: at_once(asked, prices) for size, asked in self.new.items()}
+        known = tuple([at_once(asked, prices) for asked in self.known])
+        return Kinds(known, new, at_once(self.answer, prices))
+
     def known_like(self, other: Asked) -> Asked:
         """The one of `known` with the most similar number of new tokens."""
         return min(self.known, key=lambda each: abs(each.new_tokens - other.new_tokens))
@@ -429,8 +518,8 @@ def ask_kinds(server: RunningServer) -> Kinds:
         Kind(lambda n: body(f"{n}: is it red?", 2)),
         *(text(length) for length in (30, 60, 120, 300)),
         *(continued(tail) for tail in (1, 25)),
-        *(known("512", earlier) for earlier in (1, 2, 4)),
-        known("1024", 2),
+        *(known("512", earlier) for earlier in (0, 1, 2, 4)),
+        *(known("1024", earlier) for earlier in (0, 2)),
     )
     *asked, small, large, answer = ask_in_turns(
         server,
@@ -442,19 +531,21 @@ def ask_kinds(server: RunningServer) -> Kinds:
 def request_prices(kinds: Kinds, prices: Prices) -> tuple[Prices, Report]:
     """`prices` with those of requests, prompts and pictures, as a server's clients see them; and
     what first tokens of each kind took beside what they should by these."""
+    prices = msgspec.structs.replace(prices, idle=idle_prices(kinds.all))
+    kinds = kinds.at_once(prices)
     stream = max(0.0, (kinds.answer.api_cpu - kinds.known[0].api_cpu) / (ANSWERED - 2))
-    at_once = max(0.0, kinds.known[0].api_cpu - 2 * stream)
-    request, end = 0.75 * at_once, 0.25 * at_once
+    whole = max(0.0, kinds.known[0].api_cpu - 2 * stream)
+    request, end = 0.75 * whole, 0.25 * whole
 
     def amounts(asked: Asked) -> tuple[float, ...]:
         told = asked.prompt_tokens, float(asked.num_items), asked.item_bytes
-        return 1.0, *told, *asked.chunk, asked.pairs
+        return 1.0, *told, *asked.chunk, asked.pairs, asked.num_embedded
 
     rows = np.array([amounts(asked) for asked in kinds.known])
     seconds = np.array([asked.first_token for asked in kinds.known])
     found = fit(rows, seconds)
     fixed, request_token, request_item, request_byte = map(float, found[:4])
-    prompt_token, long_row, long_token, prompt_pair = map(float, found[4:])
+    prompt_token, long_row, long_token, prompt_pair, embed_item = map(float, found[4:])
     row = min(prices.prompt_row, max(0.0, fixed - request - prices.step))
     encoding = prices.encode_step + prices.encode_item
     small, large = (
@@ -477,6 +568,7 @@ def request_prices(kinds: Kinds, prices: Prices) -> tuple[Prices, Report]:
         prompt_row=row,
         prompt_token=prompt_token,
         prompt_pair=prompt_pair,
+        embed_item=embed_item,
         long_prompt_row=row + long_row,
         long_prompt_token=long_token,
         process_item=max(0.0, small - pixel * SIZES["512"]),
@@ -487,10 +579,11 @@ def request_prices(kinds: Kinds, prices: Prices) -> tuple[Prices, Report]:
     )
     report = Report(
         "prices, kinds of requests",
-        ("prompt tokens", "new ones", "pictures", "first token ms", "by prices ms"),
+        ("prompt tokens", "new ones", "pictures", "embedded", "first token ms", "by prices ms"),
+        notes=["first tokens are without what the pause before a request adds"],
     )
     for asked, priced in zip(kinds.known, rows @ found, strict=True):
-        told = asked.prompt_tokens, asked.new_tokens, asked.num_items
+        told = asked.prompt_tokens, asked.new_tokens, asked.num_items, asked.num_embedded
         report.add(*told, 1e3 * asked.first_token, 1e3 * float(priced))
     return prices, report
 
@@ -569,6 +662,8 @@ def measure(folder: str, server: RunningServer) -> tuple[Prices, list[Report]]:
             report.add(f"{name}, a MiB", 1e6 * value.byte * (1 << 20))
     told = np.quantile(prices.spread, (0.1, 0.9, 0.99))
     report.notes.append("spread: p10 {:.2f}, p90 {:.2f}, p99 {:.2f} of the median".format(*told))
+    told = [f"{1e3 * idle:.3g}: {1e3 * longer:.2f}" for idle, longer in prices.idle]
+    report.notes.append("ms more after so many idle: " + ", ".join(told))
     report.notes.append(f"{len(steps)} steps; the median one is {error:.1%} from its price")
     return prices, [report, requests]
 

@@ -4,7 +4,8 @@
                request        directory        plan         Prices   update
 
 The API process does one thing at a time, and media workers one item each. Engine, API process and
-workers share cores where the price list says how many there are. A step takes what the price list
+workers share cores where the price list says how many there are. A request that comes when there is
+no other takes longer by what the price list says of the pause before it. A step takes what it
 says of its plan, and where it computes prompts, as many times that as their requests' spread says.
 Where the scheduler says that steps only decode (`core.decode_runs`),
 as many as nothing interrupts are one event.
@@ -13,6 +14,7 @@ as many as nothing interrupts are one event.
 from __future__ import annotations
 
 import heapq
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -302,6 +304,10 @@ class SimulatedEngine:
         """Whose references to their sequences, which refer to them, are still to be cut."""
         self._state.on_end.append(self._ended.append)
         self._served: dict[str, Served] = {}
+        self._num_arrived = 0
+        """Of requests that have not ended."""
+        self._last_end = -math.inf
+        """When the client had all of the last request that has ended."""
         self._cores = Cores(clock, prices.cores) if prices.cores else None
         self._api = self._open_process(1)
         self._workers = self._open_process(prices.media_workers)
@@ -362,6 +368,9 @@ class SimulatedEngine:
         seconds = prices.of_request(request.prompt_tokens, len(request.media), sent)
         seconds *= prices.spread_of(served.number)
         seconds /= 1.0 - self._streaming_share()
+        if not self._num_arrived and prices.idle:
+            seconds += prices.of_idle(self.clock.now - self._last_end)
+        self._num_arrived += 1
         self._api.run(seconds, self._resolve, served)
         self._note_streaming()
 
@@ -649,6 +658,8 @@ class SimulatedEngine:
 
     def _end(self, served: Served, failed: str) -> None:
         served.ended = self.clock.now + self._delivery(served)
+        self._num_arrived -= 1
+        self._last_end = max(self._last_end, served.ended)
         served.failed = failed
         served.tokens = NO_TOKENS
         self._on_end(served)

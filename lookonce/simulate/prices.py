@@ -5,17 +5,21 @@
     step
     + each sequence that decodes:   decode_row + decode_context x tokens before it
     + each chunk of a prompt:       prompt_row + prompt_token x tokens + prompt_pair x pairs
+                                    + embed_item x media items whose encoder outputs it takes
       with over `short_prompt` tokens, instead: long_prompt_row, long_prompt_token
     + where the encoder runs:       encode_step + encode_item x items + encode_token x tokens
 
 A pair is a token of the chunk and one that it attends to.
 
 No two requests take the same, even of one kind on an idle server. `spread` tells how unequal they
-are, and `spread_of` gives each request its share of that.
+are, and `spread_of` gives each request its share of that. `idle` tells how much longer a request
+takes that comes after a pause of the server, when cores sleep and caches have lost what it needs.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -55,6 +59,9 @@ class Prices(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     all have one price."""
     long_prompt_row: float = 0.0
     long_prompt_token: float = 0.0
+    embed_item: float = 0.0
+    """Of each media item of which a chunk has rows of the encoder's output: their copying into the
+    chunk, and computing it in another way. A chunk after the item's blocks, cached, has none."""
     encode_step: float = 0.0
     encode_item: float = 5e-3
     encode_token: float = 0.0
@@ -89,6 +96,10 @@ class Prices(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     spread: tuple[float, ...] = (1.0,)
     """Evenly spaced quantiles of the seconds to the first token over the median of requests of the
     same kind, ascending; no unit."""
+    idle: tuple[tuple[float, float], ...] = ()
+    """Points (seconds without a request, seconds more): how much longer the first token takes of a
+    request that comes so long after all before it have ended, than of one that comes at once. Both
+    ascend; between two points a straight line, beyond the last point as at it. None: no longer."""
     # External tiers.
     host: TierPrices = TierPrices()
     disk: TierPrices = TierPrices(operation=5e-4, byte=1e-9)
@@ -121,7 +132,7 @@ class Prices(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                 decoding += self.decode_row + self.decode_context * (entry.start + 1)
             else:
                 pairs = count * (entry.start + (count + 1) / 2)
-                prompts += self.prompt_pair * pairs
+                prompts += self.prompt_pair * pairs + self.embed_item * len(entry.embeds)
                 if self.short_prompt and count > self.short_prompt:
                     prompts += self.long_prompt_row + self.long_prompt_token * count
                 else:
@@ -152,6 +163,17 @@ class Prices(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         """
         part = (number + 1) * _GOLDEN & _MASK
         return self.spread[part * len(self.spread) >> 64]
+
+    def of_idle(self, seconds: float) -> float:
+        """How much longer a request takes, in seconds, that comes when the server has had none for
+        so many `seconds`."""
+        if not self.idle:
+            return 0.0
+        at = bisect_right(self.idle, seconds, key=lambda point: point[0])
+        if not 0 < at < len(self.idle):
+            return self.idle[max(0, at - 1)][1]
+        (before, least), (after, most) = self.idle[at - 1 : at + 1]
+        return least + (most - least) * (seconds - before) / (after - before)
 
     def of_processing(self, pixels: int, num_tokens: int) -> float:
         return self.process_item + self.process_pixel * pixels + self.process_token * num_tokens
@@ -218,6 +240,15 @@ def read_prices(path: Path) -> Prices:
             raise ConfigError(f"{path}: {name} is {value}")
     if not prices.spread or not all(0 < each < 1e6 for each in prices.spread):
         raise ConfigError(f"{path}: spread has numbers above 0, at least one")
+    _check_idle(prices, path)
     if prices.step + prices.decode_row <= 0 or prices.block_size < 1 or prices.media_workers < 1:
         raise ConfigError(f"{path}: a step takes time, and there is a block size and a worker")
     return prices
+
+
+def _check_idle(prices: Prices, path: Path) -> None:
+    points = prices.idle
+    if not all(0 <= number < 1e6 for point in points for number in point):
+        raise ConfigError(f"{path}: idle has seconds from 0 on")
+    if any(one[0] >= other[0] or one[1] > other[1] for one, other in pairwise(points)):
+        raise ConfigError(f"{path}: idle has points whose seconds ascend")

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from benchmarks import prices as bench
-from benchmarks.load_generator import RequestOutcome
+from benchmarks.load_generator import ItemReceipt, RequestOutcome
 from benchmarks.prices import (
     ANSWERED,
     SHORT_PROMPT,
@@ -24,8 +24,11 @@ from benchmarks.prices import (
     Kind,
     Kinds,
     alone_at_the_server,
+    ascending,
     ask_in_turns,
     cores_of,
+    idle_prices,
+    num_embedded,
     request_prices,
     spread_quantiles,
 )
@@ -38,6 +41,7 @@ TRUE = Prices(
     prompt_row=1e-3,
     prompt_token=1e-4,
     prompt_pair=5e-8,
+    embed_item=7e-4,
     short_prompt=SHORT_PROMPT,
     long_prompt_row=4e-3,
     long_prompt_token=8e-5,
@@ -55,7 +59,9 @@ TRUE = Prices(
 )
 
 
-def asked(prompt: float, cached: float = 0, picture: float = 0, pixels: float = 0) -> Asked:
+def asked(
+    prompt: float, cached: float = 0, picture: float = 0, pixels: float = 0, embedded: int = 0
+) -> Asked:
     """What a kind of requests would take at these prices; `picture`: its bytes."""
     new, items = prompt - cached, int(picture > 0)
     seconds = TRUE.of_request(int(prompt), items, int(picture)) + TRUE.first_token + TRUE.step
@@ -64,11 +70,14 @@ def asked(prompt: float, cached: float = 0, picture: float = 0, pixels: float = 
         seconds += TRUE.long_prompt_row + TRUE.long_prompt_token * new
     else:
         seconds += TRUE.prompt_row + TRUE.prompt_token * new
+    seconds += TRUE.embed_item * embedded
     if pixels:
         seconds += TRUE.encode_item + TRUE.of_processing(int(pixels), 0)
     api = TRUE.request + TRUE.end + 2 * TRUE.stream_token
     firsts = (0.9 * seconds, seconds, 1.4 * seconds)
-    return Asked(seconds, api, seconds, prompt, cached, items, picture, firsts)
+    return Asked(
+        seconds, api, seconds, prompt, cached, items, picture, firsts, num_embedded=embedded
+    )
 
 
 def test_prices_of_requests_are_found_again() -> None:
@@ -77,12 +86,13 @@ def test_prices_of_requests_are_found_again() -> None:
         *(asked(500, cached) for cached in (480, 448)),
         *(asked(prompt, prompt - 40, 48_000) for prompt in (225, 275, 425)),
         asked(325, 285, 144_000),
+        asked(205, 176, 48_000, embedded=1),
     )
     streamed = known[0].api_cpu + (ANSWERED - 2) * TRUE.stream_token
     longer = Asked(1e-2, streamed, 0.0, 18, 0, first_tokens=(9e-3, 1e-2, 1.4e-2))
     new = {
-        "512": asked(225, 128, picture=48_000, pixels=512 * 512),
-        "1024": asked(225, 128, picture=144_000, pixels=1024 * 1024),
+        "512": asked(225, 128, picture=48_000, pixels=512 * 512, embedded=1),
+        "1024": asked(225, 128, picture=144_000, pixels=1024 * 1024, embedded=1),
     }
     start = Prices(
         step=TRUE.step,
@@ -104,11 +114,56 @@ def test_prices_of_requests_are_found_again() -> None:
 def test_requests_that_waited_for_another_are_no_measure() -> None:
     times = [(0.0, 1.0), (0.5, 1.2), (1.3, 1.4), (1.41, 1.5), (1.45, 1.6)]
     outcomes = [RequestOutcome(asked=begun, ended=ended) for begun, ended in times]
-    assert [each.asked for each in alone_at_the_server(outcomes)] == [0.0, 1.3, 1.41]
+    alone = alone_at_the_server(outcomes, -2.0)
+    assert [each.outcome.asked for each in alone] == [0.0, 1.3, 1.41]
+    assert [each.idle for each in alone] == pytest.approx([2.0, 0.1, 0.01])
+    assert [each.outcome.asked for each in alone_at_the_server(outcomes, 0.6)] == [1.3, 1.41]
+
+
+PAUSES = np.geomspace(1e-4, 0.8, 160)
+
+
+def longer(idle: float) -> float:
+    """Seconds that a made up server takes more after so many idle."""
+    return min(2e-3, 0.04 * idle)
+
+
+def after_pauses(level: float, first: int) -> Asked:
+    """Requests of one kind after pauses of many lengths, each a little unequal to the others."""
+    idle = tuple(PAUSES[first::2])
+    firsts = tuple(level + longer(each) + 2e-5 * (n % 3 - 1) for n, each in enumerate(idle))
+    return Asked(float(np.median(firsts)), 0.0, 0.0, 9, 0, first_tokens=firsts, idle=idle)
+
+
+def test_what_a_pause_adds_is_told_apart_from_what_kinds_take() -> None:
+    kinds = [after_pauses(level, n % 2) for n, level in enumerate((4e-3, 6e-3, 9e-3, 2e-2))]
+    prices = Prices(idle=idle_prices(kinds))
+    assert prices.idle[0][1] == 0.0
+    for idle in (1e-4, 1e-3, 1e-2, 4e-2, 0.1, 1.0):
+        assert prices.of_idle(idle) == pytest.approx(longer(idle), abs=1.5e-4)
+    at_once = Kinds(tuple(kinds[1:]), {"512": kinds[0]}, kinds[0]).at_once(prices).all
+    assert [each.first_token for each in at_once] == pytest.approx(
+        [6e-3, 9e-3, 2e-2, 4e-3, 4e-3], abs=1.5e-4
+    )
+
+
+def test_without_pauses_that_are_known_none_adds_anything() -> None:
+    assert idle_prices([asked(18), asked(34)]) == ()
+
+
+def test_a_longer_pause_never_makes_a_request_shorter() -> None:
+    assert ascending([1.0, 3.0, 2.0, 2.5, 9.0]).tolist() == [1.0, 2.5, 2.5, 2.5, 9.0]
+    assert ascending([3.0, 2.0, 1.0]).tolist() == [2.0, 2.0, 2.0]
+
+
+@pytest.mark.parametrize(("encoder", "count"), [("hit", 1), ("miss", 1), ("skipped", 0)])
+def test_items_in_cached_blocks_are_not_embedded(encoder: str, count: int) -> None:
+    outcome = RequestOutcome(0.0, items=(ItemReceipt("hit", encoder), ItemReceipt()))
+    assert num_embedded(outcome) == count
 
 
 def test_no_kind_of_requests_has_a_minute_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"ASKED": 3, "WARM_UP": 1, "RATES": (200.0, 400.0)}.items():
+    for name, value in {"ASKED": 3, "WARM_UP": 1, "RATES": (None, 400.0)}.items():
         monkeypatch.setattr(bench, name, value)
     kinds = [Kind(lambda n, kind=kind: b"%d:%d" % (kind, n), kind, 10.0) for kind in range(3)]
     with serving() as (server, answers):
@@ -121,6 +176,7 @@ def test_no_kind_of_requests_has_a_minute_of_its_own(monkeypatch: pytest.MonkeyP
     assert len(set(bodies)) == len(bodies)
     for kind, each in zip(kinds, asked, strict=True):
         assert (each.api_cpu, each.engine_cpu) == (1.0, 3.0)
+        assert len(each.idle) == len(each.first_tokens)
         assert (each.prompt_tokens, each.cached_tokens) == (9, 4)
         assert (each.num_items, each.item_bytes) == (kind.num_items, 10.0)
         assert 0 < len(each.first_tokens) <= 6

@@ -20,7 +20,7 @@ from lookonce.simulate.prices import (
     fit,
     read_prices,
 )
-from lookonce.types.step import ScheduledSequence, StepPlan
+from lookonce.types.step import EmbedSlice, ScheduledSequence, StepPlan
 
 PRICES = Prices(
     step=1e-3,
@@ -110,9 +110,47 @@ def test_without_a_spread_each_request_takes_its_price() -> None:
 
 def test_a_price_list_is_read_as_it_was_written(tmp_path: Path) -> None:
     path = tmp_path / "prices.json"
-    written = msgspec.structs.replace(PRICES, spread=(0.8, 0.95, 1.0, 1.3, 4.0))
+    written = msgspec.structs.replace(
+        PRICES, spread=(0.8, 0.95, 1.0, 1.3, 4.0), idle=((0.0, 0.0), (0.1, 1e-3))
+    )
     path.write_bytes(msgspec.json.format(msgspec.json.encode(written), indent=1))
     assert read_prices(path) == written
+
+
+def test_a_pause_adds_what_lies_between_the_points_around_it() -> None:
+    prices = Prices(idle=((0.01, 0.0), (0.03, 1e-3), (0.1, 1e-3), (0.2, 4e-3)))
+    pauses = (0.0, 0.01, 0.02, 0.03, 0.05, 0.15, 0.2, 5.0, float("inf"))
+    more = [0.0, 0.0, 5e-4, 1e-3, 1e-3, 2.5e-3, 4e-3, 4e-3, 4e-3]
+    assert [prices.of_idle(pause) for pause in pauses] == pytest.approx(more)
+    assert Prices().of_idle(5.0) == 0.0
+
+
+def test_a_chunk_with_encoder_outputs_takes_more_for_each_item() -> None:
+    prices = msgspec.structs.replace(PRICES, embed_item=7e-4)
+    chunk = ScheduledSequence(0, 160, 30, sample=True)
+    rows = (EmbedSlice(b"one", 0, 9, 0), EmbedSlice(b"two", 0, 9, 12))
+    with_rows = msgspec.structs.replace(chunk, embeds=rows)
+    took = [prices.of_step(StepPlan(0, scheduled=(each,))) for each in (chunk, with_rows)]
+    assert took[1] - took[0] == pytest.approx(2 * 7e-4)
+
+
+@pytest.mark.parametrize(
+    "idle",
+    [
+        [[0.1, 1e-3], [0.1, 2e-3]],
+        [[0.1, 2e-3], [0.2, 1e-3]],
+        [[-0.1, 0.0]],
+        [[0.0, -1e-3]],
+        [[0.0, 1e9]],
+        [[0.0]],
+        0.1,
+    ],
+)
+def test_pauses_that_do_not_ascend_are_refused(tmp_path: Path, idle: object) -> None:
+    path = tmp_path / "prices.json"
+    path.write_bytes(msgspec.json.encode({"idle": idle}))
+    with pytest.raises(ConfigError, match="idle"):
+        read_prices(path)
 
 
 @pytest.mark.parametrize("spread", [[], [0.0, 1.0], [1.0, -1.0], [1e9], 1.0])

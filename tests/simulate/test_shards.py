@@ -104,7 +104,13 @@ def test_a_fleet_of_which_only_the_likely_engines_are_compared_does_the_same(nam
 def test_they_do_whatever_the_lag_the_rate_and_the_spread(
     seed: int, rate: float, lag: float, route: float, count: int, spread: list[float]
 ) -> None:
-    prices = Prices(first_token=lag, route=route, prompt_token=2e-5, spread=tuple(spread))
+    prices = Prices(
+        first_token=lag,
+        route=route,
+        prompt_token=2e-5,
+        spread=tuple(spread),
+        idle=((0.0, 0.0), (0.1, 2e-3)),
+    )
     shape = Shape(requests=25, rate=rate, turns=3, pictures=2, output_tokens=9, seed=seed)
     spec = FleetSpec(engines=4, engine=SMALL)
     requests = list(GENERATORS["conversations"](shape))

@@ -108,6 +108,33 @@ def test_a_request_takes_as_many_times_its_prices_as_its_spread_until_its_first_
     assert picture.ended - picture.first_token == pytest.approx(3 * 1.1)
 
 
+def test_a_request_after_a_pause_takes_longer_by_what_its_length_adds() -> None:
+    prices = msgspec.structs.replace(PRICES, idle=((1.0, 0.0), (3.0, 0.5)))
+    warm = 0.25 + 1.0 + 100 * 0.01 + 0.125
+    first, second, third = run(
+        [
+            asked(0.0, 100, 1),
+            asked(0.1, 100, 1, name=2),
+            asked(8.0, 100, 1, name=3),
+        ],
+        prices=prices,
+    )
+    assert first.first_token == pytest.approx(warm + 0.5)  # none came before it
+    assert second.first_token == pytest.approx(warm + 0.5 + 2.0)  # the first was under way
+    pause = 8.0 - second.ended
+    assert 1.0 < pause < 5.0
+    assert third.first_token - 8.0 == pytest.approx(warm + min(0.5, (pause - 1.0) * 0.25))
+    (without,) = run([asked(9.0, 100, 1)])
+    assert without.first_token - 9.0 == pytest.approx(warm)
+
+
+def test_a_request_that_was_refused_does_not_keep_a_server_from_pauses() -> None:
+    prices = msgspec.structs.replace(PRICES, max_model_len=64, idle=((0.0, 0.0), (1.0, 0.5)))
+    refused, later = run([asked(0.0, 100, 1), asked(9.0, 30, 1, name=2)], prices=prices)
+    assert refused.failed
+    assert later.first_token - 9.0 == pytest.approx(0.25 + 0.5 + 1.0 + 0.3 + 0.125)
+
+
 def test_a_step_of_two_prompts_takes_the_mean_of_their_spreads() -> None:
     prices = msgspec.structs.replace(PRICES, request=0.0, spread=(1.0, 3.0))
     assert [prices.spread_of(number) for number in range(3)] == [3.0, 1.0, 3.0]
@@ -267,7 +294,10 @@ def test_every_request_ends_once_and_a_seed_decides_everything(name: str, router
 def test_runs_of_steps_equal_single_steps(name: str, gigabytes: float) -> None:
     """With prices that depend on the context, of steps and of what streaming slows."""
     prices = msgspec.structs.replace(
-        read_prices(NANO_PRICES), kv_token_bytes=1024, spread=(0.7, 1.0, 2.5)
+        read_prices(NANO_PRICES),
+        kv_token_bytes=1024,
+        spread=(0.7, 1.0, 2.5),
+        idle=((0.0, 0.0), (0.1, 2e-3)),
     )
     engine = EngineSpec(kv_cache_bytes=int(gigabytes * (1 << 30)))
     requests = list(GENERATORS[name](replace(SHAPE, rate=20.0, think_seconds=1.0)))
