@@ -81,6 +81,13 @@ class AcceptingServer(uvicorn.Server):
             address=address,
         )
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """uvicorn knows those connections alone of which something was received."""
+        for server in self.servers:
+            server.close()
+        self._connections.close_silent()
+        await super().shutdown(sockets)
+
     async def on_tick(self, counter: int) -> bool:
         if counter % TICKS_PER_SWEEP == 0:
             self._connections.sweep(asyncio.get_running_loop().time())

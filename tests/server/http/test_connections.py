@@ -13,6 +13,7 @@ from lookonce.config import ConnectionConfig
 from lookonce.server import process
 from lookonce.server.http.connections import (
     FEW_CHUNKS,
+    OPENED_PER_TURN,
     UNREAD_BODY_BYTES,
     Acceptor,
     Connections,
@@ -350,7 +351,7 @@ def test_a_connection_that_is_cancelled_while_it_is_made_is_not_counted_for_ever
 
     class Loop:
         def __init__(self, loop):
-            self.create_task = loop.create_task
+            self.create_task, self.call_soon = loop.create_task, loop.call_soon
             self.add_reader, self.remove_reader = loop.add_reader, loop.remove_reader
 
         async def connect_accepted_socket(self, factory, accepted, **_):
@@ -365,6 +366,7 @@ def test_a_connection_that_is_cancelled_while_it_is_made_is_not_counted_for_ever
             acceptor._loop = Loop(acceptor._loop)
             acceptor.resume()
             client = connection(listener)
+            client.sendall(VERSION)
             await until(lambda: "http_refused_total:handshake" in running.counts.read())
             client.close()
             assert running.table.total == 0
@@ -401,6 +403,116 @@ def test_without_room_new_connections_wait_until_one_ends():
     on_connections(scenario)
 
 
+def test_nothing_is_made_for_a_connection_before_its_first_byte():
+    async def scenario(running):
+        made = []
+
+        def protocol(address):
+            made.append(address)
+            return running.protocol(address)
+
+        running.go.set()
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            acceptor = Acceptor(listener, running.table, protocol, None)
+            acceptor.resume()
+            clients = [connection(listener) for _ in range(12)]
+            await until(lambda: running.table.total == 12)
+            for client in clients[:6]:
+                client.close()
+            await until(lambda: running.table.total == 6)
+            assert (made, running.table.num_ended) == ([], 6)
+            clients[6].sendall(VERSION)
+            await until(lambda: running.outcomes)
+            assert len(made) == 1
+            for client in clients[6:]:
+                client.close()
+            await until(lambda: running.table.total == 0)
+            acceptor.close()
+            await acceptor.wait_closed()
+
+    on_connections(scenario)
+
+
+def test_one_that_is_silent_ends_at_the_deadline_of_its_header():
+    """And so does one that sends its first byte shortly before."""
+
+    async def scenario(running):
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            acceptor = Acceptor(listener, running.table, running.protocol, None)
+            acceptor.resume()
+            silent, slow = connection(listener), connection(listener)
+            await until(lambda: running.table.total == 2)
+            running.pass_seconds(18)
+            slow.sendall(VERSION[:9])
+            await until(lambda: running.table.num_received)
+            assert running.table.total == 2
+            running.pass_seconds(3)
+            assert not is_open(silent)
+            assert b"408 " in await asyncio.to_thread(slow.recv, 1 << 16)
+            counted = running.counts.read()
+            assert counted["http_refused_total:no_request"].numbers == (1,)
+            assert counted["http_refused_total:header_timeout"].numbers == (1,)
+            silent.close()
+            slow.close()
+            await until(lambda: running.table.total == 0)
+            acceptor.close()
+            await acceptor.wait_closed()
+
+    on_connections(scenario)
+
+
+def test_many_first_bytes_that_come_at_once_are_answered_in_turns_by_address():
+    async def scenario(running):
+        opened = []
+
+        def protocol(address):
+            opened.append(address)
+            return running.protocol(address)
+
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            acceptor = Acceptor(listener, running.table, protocol, None)
+            acceptor.resume()
+            many = [connection(listener) for _ in range(20)]
+            one = socket.create_connection(listener.getsockname(), 10, ("127.0.0.9", 0))
+            await until(lambda: running.table.total == 21)
+            for client in (*many, one):
+                client.sendall(VERSION[:9])
+            while not opened:
+                await asyncio.sleep(0)
+            assert len(opened) == OPENED_PER_TURN
+            assert "127.0.0.9" in opened
+            await until(lambda: len(opened) == 21)
+            for client in (*many, one):
+                client.close()
+            await until(lambda: running.table.total == 0)
+            acceptor.close()
+            await acceptor.wait_closed()
+
+    on_connections(scenario)
+
+
+def test_a_drain_and_an_eviction_reach_those_that_are_silent():
+    async def scenario(running):
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            acceptor = Acceptor(listener, running.table, running.protocol, None)
+            acceptor.resume()
+            clients = [connection(listener) for _ in range(3)]
+            await until(lambda: running.table.total == 3)
+            assert running.table.evict_one()
+            assert [is_open(client) for client in clients] == [False, True, True]
+            acceptor.close()
+            running.table.drain(5)
+            running.pass_seconds(4)
+            assert running.table.total == 2
+            running.pass_seconds(2)
+            assert running.table.total == 0
+            for client in clients:
+                client.close()
+            await acceptor.wait_closed()
+
+    on_connections(scenario)
+
+
 def test_one_that_comes_closes_one_and_many_that_come_close_several_at_a_time():
     class Counting(Acceptor):
         num_pauses = 0
@@ -432,6 +544,7 @@ def test_one_that_comes_closes_one_and_many_that_come_close_several_at_a_time():
             assert evicted() <= 67 + 16
             assert acceptor.num_pauses < 64 / 4
             acceptor.close()
+            running.table.close_silent()
             await acceptor.wait_closed()
 
     on_connections(scenario)
