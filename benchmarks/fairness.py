@@ -4,6 +4,7 @@
     attacked  its p99 with the whole machine, while the attacker does what the row says
     ratio     of the two: 2 or less is fair
     samples   requests that the attacked p99 is of
+    attempts  of the attack, each second: how often all its threads together did what it does
     waited    seconds of each second in which threads of API process and engine could have run, but
               had no core: they wait for each other, the attackers' processes and whatever else runs
     memory    of the API process and the engine: after the attack over before
@@ -40,7 +41,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, MutableSequence, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, chdir, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -93,6 +94,8 @@ EXCHANGES, ANSWERS, ANSWER_SECONDS = 1000, 8, 0.0003
 GENERATING = ("many requests", "long answers")
 """Attacks whose tokens are counted."""
 POLL_SECONDS = 0.1
+BIND_ADDRESS_NO_PORT = 24
+"""Linux's `IP_BIND_ADDRESS_NO_PORT`, which Python's `socket` has since 3.12."""
 _numbers = count()
 
 
@@ -234,10 +237,17 @@ def abandoned_bodies(client: httpx.Client, url: str, thread: int) -> None:
 
 @contextmanager
 def connection(url: str, thread: int) -> Iterator[socket.socket]:
-    """From an address of this thread's own; on Linux all of 127/8 are this machine's."""
+    """From an address of this thread's own; on Linux all of 127/8 are this machine's.
+
+    The port is chosen when it connects. While it is bound the kernel would look for one that no
+    earlier connection had, of which there soon is none, and would keep a core for that.
+    """
     where = urlsplit(url)
-    source = (f"127.0.0.{2 + thread}", 0)
-    with socket.create_connection((where.hostname, where.port), 30, source) as link:
+    with socket.socket() as link:
+        link.settimeout(30)
+        link.setsockopt(socket.IPPROTO_IP, BIND_ADDRESS_NO_PORT, 1)
+        link.bind((f"127.0.0.{2 + thread}", 0))
+        link.connect((where.hostname, where.port))
         yield link
 
 
@@ -272,8 +282,9 @@ def scan_bomb(picture: bytes, scans: int = 600) -> bytes:
 _PICTURES: dict[str, bytes] = {}
 
 
-def _attack(name: str, url: str, begun: Semaphore) -> None:
-    """In a process of its own, until it is killed. Each thread releases `begun` once."""
+def _attack(name: str, url: str, begun: Semaphore, attempts: MutableSequence[int]) -> None:
+    """In a process of its own, until it is killed. Each thread releases `begun` once, and counts
+    its attempts in its place of `attempts`."""
     os.nice(19)
     large = large_picture()
     _PICTURES.update(large=large, bomb=scan_bomb(large))
@@ -286,26 +297,29 @@ def _attack(name: str, url: str, begun: Semaphore) -> None:
             while True:
                 with suppress(OSError, httpx.HTTPError):
                     attempt(client, url, number)
+                attempts[number] += 1
 
     for number in range(threads):
         threading.Thread(target=go_on, args=(number,)).start()
 
 
 @contextmanager
-def attacked(name: str, url: str) -> Iterator[None]:
-    """Within the block every thread of the attack has begun."""
+def attacked(name: str, url: str) -> Iterator[Callable[[], int]]:
+    """Within the block every thread of the attack has begun. Gives what tells how many attempts
+    there were so far."""
     if name == NOBODY:
-        yield
+        yield lambda: 0
         return
     spawn = multiprocessing.get_context("spawn")
     begun = spawn.Semaphore(0)
-    process = spawn.Process(target=_attack, args=(name, url, begun))
+    attempts = spawn.RawArray("Q", ATTACKS[name][1])
+    process = spawn.Process(target=_attack, args=(name, url, begun, attempts))
     process.start()
     try:
         for _ in range(ATTACKS[name][1]):
             if not begun.acquire(timeout=START_SECONDS):
                 raise UnavailableError(f"the attack {name} has not begun")
-        yield
+        yield lambda: sum(attempts)
     finally:
         process.kill()
         process.join()
@@ -379,18 +393,19 @@ def measure(
             other = Other(server.url)
             other.ask(5)
             before = settled_memory(server)
-            with attacked(name, server.url):
-                waited, began = waiting(server), time.monotonic()
+            with attacked(name, server.url) as attempts:
+                waited, tried, began = waiting(server), attempts(), time.monotonic()
                 seen = other.ask(rounds, LEAST_SECONDS)
-                waited = (waiting(server) - waited) / (time.monotonic() - began)
+                seconds = time.monotonic() - began
+                waited, tried = (waiting(server) - waited) / seconds, attempts() - tried
             wait_until_at_rest(server)
             after = settled_memory(server)
         for kind in KINDS:
             p99 = seen.p99(kind)
             report.add(
                 name, which, kind, 1000 * alone.p99(kind), 1000 * p99, p99 / alone.p99(kind),
-                len(seen.seconds[kind]), seen.wrong, waited, after["API"] / before["API"],
-                after["engine"] / before["engine"],
+                len(seen.seconds[kind]), seen.wrong, tried / seconds, waited,
+                after["API"] / before["API"], after["engine"] / before["engine"],
             )  # fmt: skip
 
 
@@ -511,7 +526,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     columns = (
         "attack", "code", "asked", "alone ms", "attacked ms", "ratio", "samples",
-        "errors", "waited", "API memory", "engine memory",
+        "errors", "attempts/s", "waited", "API memory", "engine memory",
     )  # fmt: skip
     report = Report("fairness", columns)
     alone = measured_alone(given.rounds)

@@ -753,8 +753,11 @@ class Connections:
 SPARE_DESCRIPTORS = 64
 """Descriptors kept for those who are served: fetches, workers, files."""
 MAX_DESCRIPTORS = 65_536
-ACCEPTS_PER_TURN = 4
+ACCEPTS_PER_TURN = 6
 """Connections that one turn of the event loop accepts: whoever is served waits for each of them."""
+REST_SECONDS = 0.001
+"""Where more wait, the next ones are accepted so much later: some thousand a second. A client that
+connects without end would else be accepted as fast as the machine can, at everybody's cost."""
 OPENED_PER_TURN = 2
 """Connections with a first byte that get transport and parser in one turn of the event loop: that
 takes a quarter of a millisecond each, several times what accepting takes."""
@@ -866,6 +869,7 @@ class Acceptor:
         """Those of which the first byte has come."""
         self._open_turn: asyncio.Handle | None = None
         self._accepting = False
+        self._rest: asyncio.TimerHandle | None = None
         self._closed = False
         self._evictions = 1
         """How many connections are closed when there is no room."""
@@ -874,8 +878,8 @@ class Acceptor:
         _keep_alive(listener)
 
     def resume(self) -> None:
-        """Look for new connections, if it does not."""
-        if not self._accepting and not self._closed:
+        """Look for new connections, if it does not, and does not rest."""
+        if not self._accepting and self._rest is None and not self._closed:
             self._accepting = True
             self._loop.add_reader(self._listener.fileno(), self._accept_some)
 
@@ -915,6 +919,15 @@ class Acceptor:
                 self._connections.evict_one()
                 return
             self._connect(accepted, _client_address(peer))
+        self._rest_a_moment()
+
+    def _rest_a_moment(self) -> None:
+        self.pause()
+        self._rest = self._loop.call_later(REST_SECONDS, self._end_rest)
+
+    def _end_rest(self) -> None:
+        self._rest = None
+        self.resume()
 
     def _evict(self) -> None:
         """Close as many as wait for their clients, up to `_evictions`."""

@@ -11,7 +11,9 @@ import pytest
 
 from lookonce.config import ConnectionConfig
 from lookonce.server import process
+from lookonce.server.http import connections
 from lookonce.server.http.connections import (
+    ACCEPTS_PER_TURN,
     FEW_CHUNKS,
     OPENED_PER_TURN,
     UNREAD_BODY_BYTES,
@@ -433,6 +435,32 @@ def test_nothing_is_made_for_a_connection_before_its_first_byte():
     on_connections(scenario)
 
 
+def test_who_connects_without_end_is_accepted_a_few_at_a_time(monkeypatch):
+    """Also while connections end, which makes room."""
+
+    async def scenario(running):
+        table = running.table
+        with socket.create_server(("127.0.0.1", 0), backlog=128) as listener:
+            acceptor = Acceptor(listener, running.table, running.protocol, None)
+            clients = [connection(listener) for _ in range(4 * ACCEPTS_PER_TURN)]
+            monkeypatch.setattr(connections, "REST_SECONDS", 0.2)
+            acceptor.resume()
+            for client in clients[:2]:
+                client.close()
+            await asyncio.sleep(0.1)
+            assert table.total + table.num_ended == ACCEPTS_PER_TURN
+            assert table.num_ended == 2
+            monkeypatch.setattr(connections, "REST_SECONDS", 0.0)
+            await until(lambda: table.total + table.num_ended == len(clients))
+            for client in clients:
+                client.close()
+            await until(lambda: table.total == 0)
+            acceptor.close()
+            await acceptor.wait_closed()
+
+    on_connections(scenario)
+
+
 def test_one_that_is_silent_ends_at_the_deadline_of_its_header():
     """And so does one that sends its first byte shortly before."""
 
@@ -477,7 +505,7 @@ def test_many_first_bytes_that_come_at_once_are_answered_in_turns_by_address():
             await until(lambda: running.table.total == 21)
             for client in (*many, one):
                 client.sendall(VERSION[:9])
-            while not opened:
+            while not opened:  # noqa: ASYNC110 - nothing announces it
                 await asyncio.sleep(0)
             assert len(opened) == OPENED_PER_TURN
             assert "127.0.0.9" in opened
@@ -515,11 +543,11 @@ def test_a_drain_and_an_eviction_reach_those_that_are_silent():
 
 def test_one_that_comes_closes_one_and_many_that_come_close_several_at_a_time():
     class Counting(Acceptor):
-        num_pauses = 0
+        num_evictions = 0
 
-        def pause(self):
-            self.num_pauses += 1
-            super().pause()
+        def _evict(self):
+            self.num_evictions += 1
+            super()._evict()
 
     async def scenario(running):
         def evicted():
@@ -537,12 +565,12 @@ def test_one_that_comes_closes_one_and_many_that_come_close_several_at_a_time():
                 held.enter_context(connection(listener))
                 await until(lambda: running.table.total + evicted() == 20 + number)  # noqa: B023
                 assert evicted() <= number + 3
-            acceptor.num_pauses = 0
+            acceptor.num_evictions = 0
             for _ in range(64):
                 held.enter_context(connection(listener))
             await until(lambda: running.table.total + evicted() == 20 + 67)
             assert evicted() <= 67 + 16
-            assert acceptor.num_pauses < 64 / 4
+            assert acceptor.num_evictions < 64 / 4
             acceptor.close()
             running.table.close_silent()
             await acceptor.wait_closed()
