@@ -30,6 +30,7 @@ pytestmark = pytest.mark.attack
 
 SECONDS = float(os.environ.get("ATTACK_SECONDS", "20"))
 MEGABYTE = b"a" * 1_000_000
+CHUNK = b"f4240\r\n" + MEGABYTE + b"\r\n"
 ATTACKERS = [f"127.0.0.{number}" for number in range(2, 18)]
 TEXT = b"POST /v1/completions" + HEAD
 
@@ -169,6 +170,10 @@ def test_bodies_that_are_abandoned_and_websockets(target):
     def leave(source: str) -> None:
         with connect(target.url, source) as client:
             client.sendall(TEXT + b"Content-Length: 100000\r\n\r\n" + MEGABYTE[:50_000])
+        with connect(target.url, source) as client:
+            client.sendall(TEXT + b"Content-Length: 20000000\r\n\r\n" + 4 * MEGABYTE)
+        with connect(target.url, source) as client:
+            client.sendall(TEXT + b"Transfer-Encoding: chunked\r\n\r\n" + 4 * CHUNK)
         with connect(target.url, source) as client:
             client.sendall(upgrade)
             read_answer(client, 1)

@@ -13,6 +13,7 @@ import typing
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from itertools import count
 from typing import Any, TypeVar
 
 import msgspec
@@ -56,6 +57,8 @@ MAX_LOCATED = 1 << 16
 """Commas of a body that is searched for the part at fault, in Python; in others it is named as
 msgspec does, which may leave positions out (`messages[...]`)."""
 SLICE_BYTES = 1 << 20
+_orders = count()
+"""Of bodies, as they begin to be read."""
 HEADROOM = 200
 """Frames that a thread adds to its stack before it decodes: the event loop's stack is deeper, and
 what is nested too deeply to be encoded there must not be decoded."""
@@ -76,33 +79,40 @@ async def receive(request: Request, kind: type[T]) -> T:
 async def read_body(request: Request, limit: int) -> bytes:
     """The whole body. Raises as `read_chunks` does."""
     chunks: list[bytes] = []
-    await read_chunks(request, limit, chunks.append)
+    try:
+        await read_chunks(request, limit, chunks.append)
+    except BaseException:
+        chunks.clear()  # what failed is a cycle that holds this list until it is collected
+        raise
     return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
 
 async def read_chunks(request: Request, limit: int, take: Callable[[bytes], object]) -> None:
     """Give `take` the body as it comes. Raises `ClientLeftError`, `TooLargeError` as soon as
     more than `limit` bytes are declared or read, and `QueueFullError` where the tenant's requests
-    hold too much together; small bodies do not count."""
+    hold too much together; small bodies do not count.
+
+    Of a tenant's large bodies the one comes first that began first: were all read side by side,
+    most of each would be held."""
     declared = header(request.scope, b"content-length")
     if declared.isdigit() and int(declared) > limit:
         raise TooLargeError(f"the body has {declared} bytes, {limit} are allowed")
     held = current_held_bytes.get()
-    size, counted, more = 0, 0, True
+    size, counted, more, order = 0, 0, True, next(_orders)
     while more:
         message = await request.receive()
         if message["type"] == "http.disconnect":
             raise ClientLeftError
-        chunk, more = message.get("body", b""), message.get("more_body", False)
-        size += len(chunk)
+        num_bytes, more = len(message.get("body", b"")), message.get("more_body", False)
+        size += num_bytes
         if size > limit:
             raise TooLargeError(f"the body has more than {limit} bytes, which is the limit")
         if size > SMALL_BODY_BYTES:
             if held is not None:
                 held.take(size - counted)
                 counted = size
-            await _loop_turn(request, len(chunk))
-        take(chunk)
+            await _loop_turn(request, num_bytes, order)
+        take(message.get("body", b""))
 
 
 async def decoded_body(request: Request, body: bytes, decode: Callable[[], D]) -> D:
@@ -126,12 +136,12 @@ async def decoded_body(request: Request, body: bytes, decode: Callable[[], D]) -
     return await services.renderer.in_turn_if(True, principal.tenant, checked)
 
 
-async def _loop_turn(request: Request, nbytes: int) -> None:
+async def _loop_turn(request: Request, nbytes: int, order: int = 0) -> None:
     """Wait for the tenant's turn to hold the event loop with so many bytes of a large body. What
     comes meanwhile is not read."""
     services: Services = request.app.state.services
     principal: Principal = request.state.principal
-    await services.renderer.loop_turn(principal.tenant, nbytes)
+    await services.renderer.loop_turn(principal.tenant, nbytes, order)
 
 
 def _deeper(frames: int, work: Callable[[], D]) -> D:

@@ -26,12 +26,16 @@ import asyncio
 import base64
 import binascii
 import errno
+import fcntl
 import ipaddress
 import logging
 import math
 import resource
+import select
 import socket
 import ssl
+import sys
+import termios
 import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -72,6 +76,8 @@ CHUNK_COST_BYTES = 512
 """As many as could be dropped in ten times the microsecond that a chunk takes."""
 MAX_PIPELINED = 24
 """Requests of one connection that may wait for the one being served."""
+LARGE_BODY_BYTES = 64 * 1024
+"""Where more of a body has come, each read looks whether its client is still there."""
 UNREAD_BODY_BYTES = 512 * 1024
 """Bytes of a body that may wait for the application. To stop and go on costs as much as to read
 64 kB. What a body has beyond so many is read in turns."""
@@ -175,6 +181,9 @@ class HttpProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
+        for cycle in (self.cycle, *(cycle for cycle, _ in self.pipeline)):
+            if cycle is not None:
+                cycle.body = bytearray()  # it lives until it is collected, and nobody reads more
         self._table.remove(self)
 
     def shorten_idle(self, seconds: float) -> None:
@@ -229,6 +238,8 @@ class HttpProtocol(HttpToolsProtocol):
             return
         if self._overhead > self._limits.max_header_bytes:
             self._refuse(self._header_too_large())
+        elif self._is_given_up():
+            self._abort()
         elif self.phase == "body" and self.cycle.response_complete:
             self._read_in_turn(len(data) + self._num_chunks * CHUNK_COST_BYTES)
         elif self._num_chunks > FEW_CHUNKS:
@@ -256,8 +267,29 @@ class HttpProtocol(HttpToolsProtocol):
     def read_once(self) -> None:
         """Its turn has come. Where the application has enough to read, it goes on itself."""
         self.flow.waits_for_turn = False
-        if not self.transport.is_closing() and not self._has_enough():
+        if self._is_given_up():
+            self._abort()
+        elif not self.transport.is_closing() and not self._has_enough():
             self.flow.resume_now()
+
+    def _is_given_up(self) -> bool:
+        """Whether a large body is being received whose client has left, and of which not all has
+        come: it never will, so that what did is not read."""
+        transport = self.transport
+        if (
+            self.phase != "body"
+            or self._num_body_bytes <= LARGE_BODY_BYTES
+            or self.cycle.response_complete
+            or transport.is_closing()
+            or transport.get_extra_info("ssl_object") is not None  # some may be there, decrypted
+        ):
+            return False
+        declared = next((v for name, v in self.headers if name == b"content-length"), None)
+        connection = transport.get_extra_info("socket")
+        if declared is None or connection is None:
+            return False
+        unread = unread_of_left(connection)
+        return unread is not None and self._num_body_bytes + unread < int(declared)
 
     def _has_enough(self) -> bool:
         cycle = self.cycle
@@ -493,6 +525,19 @@ class HttpProtocol(HttpToolsProtocol):
                 reason = "no_request" if what == "headers" else f"{what}_timeout"
                 self._table.count_refused(reason)
             self._abort()
+
+
+def unread_of_left(connection: socket.socket) -> int | None:
+    """Bytes that can still be read of a client that has closed its side; None where it has not, or
+    the system does not tell."""
+    if not hasattr(select, "POLLRDHUP"):
+        return None
+    poll = select.poll()
+    poll.register(connection.fileno(), select.POLLRDHUP)
+    if not poll.poll(0):
+        return None
+    unread = fcntl.ioctl(connection.fileno(), termios.FIONREAD, bytes(4))
+    return int.from_bytes(unread, sys.byteorder)
 
 
 def _reason(error: httptools.HttpParserError) -> RefusedRequestError:

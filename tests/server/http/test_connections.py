@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import resource
 import socket
 from contextlib import ExitStack
@@ -794,6 +795,68 @@ def test_who_sends_megabytes_of_header_reads_why_they_are_refused():
             await until(lambda: running.table.total == 0)
             acceptor.close()
             await acceptor.wait_closed()
+
+    on_connections(scenario)
+
+
+# --- clients that have left -----------------------------------------------------------------------
+
+
+class Begins:
+    """An application that reads the beginning of a body, and the rest once it may."""
+
+    def __init__(self):
+        self.goes_on = asyncio.Event()
+        self.ended = None
+
+    async def __call__(self, scope, receive, send):
+        message = await receive()
+        await self.goes_on.wait()
+        while message.get("more_body"):
+            message = await receive()
+        self.ended = message["type"]
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"ok"})
+
+
+SENT = 1_500_000
+
+
+@contextlib.asynccontextmanager
+async def uploading(running, declared):
+    """A client that has sent `SENT` bytes of a body and no more; not all of them are read."""
+    loop, running.app = asyncio.get_running_loop(), Begins()
+    protocol = running.protocol("a")
+    server = await loop.create_server(lambda: protocol, "127.0.0.1", 0)
+    with socket.socket() as client:
+        client.setblocking(False)
+        await loop.sock_connect(client, server.sockets[0].getsockname())
+        await loop.sock_sendall(client, POST.replace(b"100000", b"%d" % declared) + b"a" * SENT)
+        client.shutdown(socket.SHUT_WR)
+        await until(lambda: protocol.transport is not None)
+        await until(lambda: protocol.transport.is_closing() or protocol.flow.read_paused)
+        running.app.goes_on.set()
+        yield client
+    server.close()
+    await server.wait_closed()
+
+
+def test_what_is_there_of_a_large_body_is_not_read_when_its_client_has_left():
+    async def scenario(running):
+        async with uploading(running, 2 * SENT):
+            await until(lambda: running.app.ended)
+            assert running.app.ended == "http.disconnect"
+            assert running.table.num_received < SENT
+
+    on_connections(scenario)
+
+
+def test_a_large_body_that_is_whole_is_served_though_its_client_sends_no_more():
+    async def scenario(running):
+        async with uploading(running, SENT) as client:
+            loop = asyncio.get_running_loop()
+            assert b"200 OK" in await loop.sock_recv(client, 1 << 16)
+            assert running.app.ended == "http.request"
 
     on_connections(scenario)
 
