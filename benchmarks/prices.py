@@ -662,8 +662,8 @@ def measure(folder: str, server: RunningServer) -> tuple[Prices, list[Report]]:
             report.add(f"{name}, a MiB", 1e6 * value.byte * (1 << 20))
     told = np.quantile(prices.spread, (0.1, 0.9, 0.99))
     report.notes.append("spread: p10 {:.2f}, p90 {:.2f}, p99 {:.2f} of the median".format(*told))
-    told = [f"{1e3 * idle:.3g}: {1e3 * longer:.2f}" for idle, longer in prices.idle]
-    report.notes.append("ms more after so many idle: " + ", ".join(told))
+    pauses = [f"{1e3 * idle:.3g}: {1e3 * longer:.2f}" for idle, longer in prices.idle]
+    report.notes.append("ms more after so many idle: " + ", ".join(pauses))
     report.notes.append(f"{len(steps)} steps; the median one is {error:.1%} from its price")
     return prices, [report, requests]
 
