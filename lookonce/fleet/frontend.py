@@ -963,7 +963,10 @@ class Frontend:
                     "backlog_seconds": round(member.state.backlog, 4),
                     "rates": {
                         name: getattr(member.state.rates, name)
-                        for name in ("prompt_token", "encoder_run", "decoded_token", "processing")
+                        for name in (
+                            *("prompt_token", "encoder_run", "processing"),
+                            *("decoded_token", "beside"),
+                        )
                     },
                 }
                 for member in self._fleet.members.values()

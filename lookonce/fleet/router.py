@@ -25,6 +25,7 @@ import math
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from typing import NamedTuple
 
 from blake3 import blake3
@@ -116,10 +117,21 @@ class Work:
     num_tokens: int = 0
     num_known: int = 0
     """Media that need no encoder run."""
+    num_held_media: int = 0
+    """Media that are held in any form: these, and those that were processed there."""
 
     @property
     def to_first_token(self) -> float:
         return self.prompt + self.media
+
+    def knows_more_than(self, other: Work) -> bool:
+        """Of the prompt's beginning or of the media; so much that its first token is earlier. That
+        may also be earlier because an engine is faster."""
+        return self.to_first_token < other.to_first_token - EQUAL_SECONDS and (
+            self.known_tokens > other.known_tokens
+            or self.num_known > other.num_known
+            or self.num_held_media > other.num_held_media
+        )
 
 
 class DecodeSteps:
@@ -337,7 +349,10 @@ class Route:
     identity: Identity
     work: Work
     reason: str
-    """`known`, `least_loaded`, `session`, `stored` or `only`."""
+    """`known`: it knows more of the request than the cheapest other engine, which would have been
+    chosen otherwise, and so has its first token earlier. `least_loaded`: it does not; less waits
+    there, or it is faster. `session`, `stored`: the request is bound to it. `only`: no other one
+    was to be had."""
     price: float
     next_price: float
     """Of the cheapest other engine; infinite where there is none."""
@@ -365,26 +380,29 @@ def _media_work(
     num_held: int,
     *,
     repeated: bool,
-) -> tuple[float, int]:
-    """Seconds that media cost at an engine, and how many of them need no encoder run. `held`: of
-    each its piece, the key of its output, and a bit for each engine that holds its output, and its
-    item; `num_held`: pieces whose tokens are held; `repeated`: some have one key."""
+) -> tuple[float, int, int]:
+    """Seconds that media cost at an engine, how many of them need no encoder run, and how many are
+    held there in any form. `held`: of each its piece, the key of its output, and a bit for each
+    engine that holds its output, and its item; `num_held`: pieces whose tokens are held;
+    `repeated`: some have one key."""
     number, expected = engine.number, engine.expected
-    seconds, num_known = 0.0, 0
+    seconds, num_known, num_processed = 0.0, 0, 0
     seen: set[int] = set()
     for piece, key, outputs, items in held:
         if piece < num_held or outputs >> number & 1 or expected.get(key) or key in seen:
             num_known += 1
             continue
+        processed = items >> number & 1
+        num_processed += processed
         if repeated:
             seen.add(key)
         if outputs and rates.tier_output is not None:
             seconds += min(rates.tier_output, rates.encoder_run)
             continue
         seconds += rates.encoder_run
-        if not items >> number & 1:
+        if not processed:
             seconds += rates.processing
-    return seconds, num_known
+    return seconds, num_known, num_known + num_processed
 
 
 class _Keyed(NamedTuple):
@@ -568,11 +586,15 @@ class Router:
             reason = stuck[1]
         else:
             price, engine, work = self._cheapest(listed, identity)
-            known = work.to_first_token < max(firsts) - EQUAL_SECONDS
-            reason = "known" if known else "least_loaded"
-            if len(candidates) == 1:
-                reason = "only"
-        next_price = min([each[0] for each in prices if each[1] is not engine], default=math.inf)
+            reason = "known" if len(listed) < len(prices) else "least_loaded"
+        others = [each for each in prices if each[1] is not engine]
+        next_price = math.inf
+        if others:
+            next_price, _, next_work = min(others, key=itemgetter(0))
+            if reason == "least_loaded" and work.knows_more_than(next_work):
+                reason = "known"
+        elif stuck is None:
+            reason = "only"
         route = Route(engine, identity, work, reason, price, next_price)
         self._begin(request_id, route, media)
         return route
@@ -672,9 +694,9 @@ class Router:
             of_engine, num_known = rates[number], known[number]
             tier, prompt_token = of_engine.tier_token, of_engine.prompt_token
             num_held = num_known if tier is None or tier >= prompt_token else longest
-            seconds, num_known_media = 0.0, 0
+            seconds, num_known_media, num_held_media = 0.0, 0, 0
             if held:
-                seconds, num_known_media = _media_work(
+                seconds, num_known_media, num_held_media = _media_work(
                     engine, of_engine, held, num_held, repeated=repeated
                 )
             prompt = (total - ends[num_held]) * prompt_token
@@ -686,6 +708,7 @@ class Router:
                 known_tokens[num_known],
                 num_tokens,
                 num_known_media,
+                num_held_media,
             )
             works.append(work)
         return works

@@ -367,6 +367,9 @@ async def test_an_engine_that_cannot_be_reached_loses_requests_whose_connections
     async def unreachable(*_: Any) -> None:
         raise OSError(errno.EHOSTUNREACH, "No route to host")
 
+    def lose(_: IdleConnections, connection: Any) -> None:
+        connection.abort()
+
     async def hang(engine: FakeEngine, request: Received, writer: asyncio.StreamWriter) -> None:
         await asyncio.Event().wait()
 
@@ -375,10 +378,25 @@ async def test_an_engine_that_cannot_be_reached_loses_requests_whose_connections
         asked = asyncio.create_task(served.ask())
         await served.until(lambda: served.engines[0].received)
         monkeypatch.setattr("lookonce.fleet.engine_http.EngineClient._connect", unreachable)
+        monkeypatch.setattr("lookonce.fleet.engine_http.IdleConnections.keep", lose)
         for member in served.fleet.members.values():
             member.client.close()
         assert (await asked).status_code == 503
         assert not served.fleet.ready()
+
+
+async def test_rates_of_each_engine_are_listed() -> None:
+    async with serving(FakeEngine("a")) as served:
+        (state,) = served.fleet.router.engines.values()
+        state.rates.beside = 0.25
+        (engine,) = (await served.client.get("/fleet")).json()["engines"]
+        assert engine["rates"] == {
+            "prompt_token": state.rates.prompt_token,
+            "encoder_run": state.rates.encoder_run,
+            "processing": state.rates.processing,
+            "decoded_token": state.rates.decoded_token,
+            "beside": 0.25,
+        }
 
 
 async def test_a_client_that_leaves_ends_its_request_at_the_engine() -> None:

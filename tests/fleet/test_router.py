@@ -367,6 +367,65 @@ def test_without_reuse_it_goes_where_the_least_waits() -> None:
     assert [engine.num_requests for engine in fleet.router.engines.values()] == [3, 3, 3]
 
 
+def slow_and_fast() -> Fleet:
+    """Engine a takes 20 ms a prompt token, b takes 1 ms."""
+    fleet = Fleet("a", "b")
+    for name, seconds in (("a", 20.0), ("b", 1.0)):
+        for n in range(1, 5):
+            told = load(prompt_tokens=1000 + 1000 * n, prompt_seconds=seconds * n)
+            fleet.router.apply(fleet.router.engines[name], [told])
+    return fleet
+
+
+@pytest.mark.parametrize("content", ["question " * 90, [picture(b"cat")]])
+def test_an_engine_that_is_only_faster_is_not_said_to_know_a_request(content: Any) -> None:
+    fleet = slow_and_fast()
+    first = fleet.serve(identity(chat(content)))
+    assert (first.engine.name, first.reason) == ("b", "least_loaded")
+    again = fleet.serve(identity(chat(content)))
+    assert (again.engine.name, again.reason) == ("b", "known")
+
+
+@pytest.mark.parametrize("content", ["question " * 900, [picture(b"cat")]])
+def test_an_engine_is_chosen_for_what_it_knows_where_another_one_would_be_otherwise(
+    content: Any,
+) -> None:
+    fleet = Fleet("a", "b")
+    first = fleet.serve(identity(chat(content)))
+    assert first.reason == "least_loaded"
+    without = tuple({"a", "b"} - {first.engine.name})
+    fleet.send(identity(chat("x", max_tokens=1)), without)  # more waits there now
+    again = fleet.serve(identity(chat(content)))
+    assert (again.engine, again.reason) == (first.engine, "known")
+
+
+def test_of_two_engines_that_know_a_request_alike_the_less_loaded_one_is_not_chosen_for_that() -> (
+    None
+):
+    fleet = Fleet("a", "b")
+    what = identity(chat([picture(b"cat")]))
+    first = fleet.serve(what)
+    name, second = fleet.send(what, (first.engine.name,))
+    fleet.compute(name, second)
+    again = fleet.serve(what)
+    assert (again.engine, again.reason) == (first.engine, "least_loaded")
+    assert again.work.num_known == 1
+
+
+def test_an_engine_that_holds_a_processed_picture_knows_more_than_one_that_does_not() -> None:
+    fleet = Fleet("a", "b")
+    cat = identity(chat([picture(b"cat")]))
+    holder = fleet.router.engines["b"]
+    fleet.router.apply(holder, [Added(ITEM_TOPIC, [cat.media[0].key])])
+    holder.rates.processing = fleet.router.engines["a"].rates.processing = 0.5
+    route = fleet.send(cat)[1]
+    assert (route.engine.name, route.reason) == ("b", "known")
+    fleet = Fleet("a", "b")
+    fleet.router.apply(fleet.router.engines["a"], [Added(ITEM_TOPIC, [cat.media[0].key])])
+    route = fleet.send(cat)[1]
+    assert (route.engine.name, route.reason) == ("a", "known")
+
+
 def test_a_conversation_and_its_picture_stay_where_they_are() -> None:
     fleet = Fleet("a", "b", "c")
     first = fleet.serve(identity(chat([picture(b"cat"), {"type": "text", "text": "what?" * 50}])))
