@@ -32,6 +32,7 @@ from lookonce.engine.process.cache_events import (
     to_events,
 )
 from lookonce.errors import ConfigError
+from lookonce.fleet.subscriber import EngineLoad, PromptComputed, TopicReader
 from lookonce.types.lora import LoRAIdentity
 from lookonce.types.sampling import SamplingParams
 from lookonce.types.step import ScheduledSequence, StepPlan, StepResult
@@ -401,6 +402,20 @@ def test_what_follows_becomes_one_event() -> None:
     assert cleared == {"type": "AllBlocksCleared"}
     keys = to_events([Held(b"1"), Held(b"2"), Removed(b"1")], 0)
     assert [event["type"] for event in keys] == ["KeysHeld", "KeysRemoved"]
+
+
+@pytest.mark.parametrize("form", ["array", "map"])
+def test_each_prompt_and_each_load_of_a_batch_is_told(form: str) -> None:
+    """One step may compute the prompts of several requests."""
+    told = [Computed(name, 9, bytes(32), ()) for name in ("one", "two")]
+    loads = [Load(running=1), Load(running=2)]
+    log = TopicLog(ENGINE_TOPIC, form)
+    _, _, payload = log.append([*told, *loads])
+    reader = TopicReader(ENGINE_TOPIC, lambda _: [(0, payload)])
+    changes = reader.begin()
+    prompts = [each.request_id for each in changes if isinstance(each, PromptComputed)]
+    running = [each.running for each in changes if isinstance(each, EngineLoad)]
+    assert (prompts, running) == (["one", "two"], [1, 2])
 
 
 def test_the_first_releases_of_vllm_read_a_stored_block_too() -> None:

@@ -54,6 +54,8 @@ IDLE_LOAD_SECONDS = 10.0
 learns what is true."""
 MEDIUM = "GPU"
 """What vLLM calls the device, of whatever kind."""
+TOLD_ALONE = frozenset({"PromptComputed", "EngineLoad"})
+"""Events that say something of their own, each time."""
 PRIVATE_TIER = "host"
 """The tier that no other engine can read."""
 HIGH_WATER_MARK = 100_000
@@ -303,7 +305,7 @@ def _event(change: Change, block_size: int) -> Event:
 def _join(last: Event, event: Event) -> bool:
     """Add `event` to the one before it, where both are one."""
     kind = event["type"]
-    if kind != last["type"]:
+    if kind != last["type"] or kind in TOLD_ALONE:
         return False
     if kind == "BlockStored":
         if event["parent_block_hash"] != last["block_hashes"][-1]:
