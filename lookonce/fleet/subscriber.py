@@ -29,13 +29,12 @@ END_OF_REPLAY = b"\xff" * 8
 ANSWER_SECONDS = 5.0
 """How long the answers to one request may take."""
 RETRY_SECONDS = 0.5
-GATHER_SECONDS = 0.02
+GATHER_SECONDS = 0.05
 """Batches that come within this time are handed on together: to be woken costs more than a batch,
 and what was sent to an engine counts as held there before it says so."""
-POLL_MILLISECONDS = 200
-QUIET_SECONDS = 5.0
-"""After so long without a batch the engine is asked whether there was one: a loss is known by the
-batch after it, and an engine that has nothing left to do sends none."""
+CHECK_SECONDS = 5.0
+"""Between two questions to the engine whether there were other batches: a loss is known by the
+batch after it, and none may come."""
 
 
 class Added(msgspec.Struct, frozen=True, gc=False, tag=True):
@@ -202,7 +201,7 @@ class EventSubscriber:
     """A thread that follows one engine's events and calls `on_changes` with them, from itself.
 
     It asks for all that is held when it starts, and whenever the engine does not answer, again; and
-    while no batches come, whether it has missed the last ones.
+    from time to time, whether it has missed something.
     """
 
     def __init__(
@@ -211,14 +210,13 @@ class EventSubscriber:
         replay_address: str,
         blocks_topic: str,
         on_changes: Callable[[list[Change]], None],
-        quiet_seconds: float = QUIET_SECONDS,
+        check_seconds: float = CHECK_SECONDS,
     ) -> None:
-        """ZMQ endpoints of an engine's `--events`; `quiet_seconds`: after so long without a batch
-        it asks whether there was one."""
+        """ZMQ endpoints of an engine's `--events`; `check_seconds`: between two questions whether
+        something was missed."""
         import zmq  # an optional dependency
 
-        self._quiet_seconds = quiet_seconds
-
+        self._check_seconds = check_seconds
         self._zmq = zmq
         self._addresses = address, replay_address
         self._on_changes = on_changes
@@ -232,31 +230,42 @@ class EventSubscriber:
         self._thread.start()
 
     def close(self) -> None:
+        """End the thread; `on_changes` is called no more."""
         self._stopped.set()
+        self._context.term()  # ends the thread's wait; returns when it has closed its sockets
         self._thread.join(timeout=ANSWER_SECONDS)
 
     def _run(self) -> None:
         sub = self._context.socket(self._zmq.SUB)
         sub.setsockopt(self._zmq.LINGER, 0)
         sub.setsockopt(self._zmq.RCVHWM, 100_000)
-        sub.connect(self._addresses[0])
-        for topic in self._readers:
-            sub.setsockopt(self._zmq.SUBSCRIBE, topic)
+        try:
+            sub.connect(self._addresses[0])
+            for topic in self._readers:
+                sub.setsockopt(self._zmq.SUBSCRIBE, topic)
+            self._follow(sub)
+        except self._zmq.ContextTerminated:
+            pass  # `close` was called
+        finally:
+            sub.close()
+
+    def _follow(self, sub: Any) -> None:
+        """Until the context ends, which raises `ContextTerminated`."""
         begun: set[bytes] = set()
-        looked = time.monotonic()
+        checked = time.monotonic()
         while not self._stopped.is_set():
             try:
                 for topic in self._readers.keys() - begun:
-                    self._on_changes(self._readers[topic].begin())
+                    self._hand_over(self._readers[topic].begin())
                     begun.add(topic)
-                if sub.poll(POLL_MILLISECONDS):
-                    self._read(sub)
-                elif time.monotonic() - looked >= self._quiet_seconds:
-                    for reader in self._readers.values():
-                        self._on_changes(reader.check())
+                left = checked + self._check_seconds - time.monotonic()
+                if left > 0:
+                    if sub.poll(math.ceil(1000 * left)):
+                        self._read(sub)
                 else:
-                    continue
-                looked = time.monotonic()
+                    for reader in self._readers.values():
+                        self._hand_over(reader.check())
+                    checked = time.monotonic()
             except TimeoutError:
                 self._stopped.wait(RETRY_SECONDS)
                 begun.clear()
@@ -264,18 +273,24 @@ class EventSubscriber:
                 logger.exception("events of %s cannot be read", self._addresses[0])
                 self._stopped.wait(RETRY_SECONDS)
                 begun.clear()
-        sub.close()
-        self._context.destroy(linger=0)
 
     def _read(self, sub: Any) -> None:
-        time.sleep(GATHER_SECONDS)
+        """What has come and comes within `GATHER_SECONDS`, as one list of changes."""
+        self._stopped.wait(GATHER_SECONDS)
         changes: list[Change] = []
-        while sub.poll(0):
-            topic, number, payload = sub.recv_multipart()
-            reader = self._readers.get(topic)
-            if reader is not None:
-                changes += reader.receive(int.from_bytes(number, "big"), payload)
-        if changes:
+        try:
+            while not self._stopped.is_set():
+                topic, number, payload = sub.recv_multipart(self._zmq.NOBLOCK)
+                reader = self._readers.get(topic)
+                if reader is not None:
+                    changes += reader.receive(int.from_bytes(number, "big"), payload)
+        except self._zmq.Again:
+            pass
+        finally:  # what other topics told is read no second time, whatever one of them has
+            self._hand_over(changes)
+
+    def _hand_over(self, changes: list[Change]) -> None:
+        if changes and not self._stopped.is_set():
             self._on_changes(changes)
 
     def _asking(self, topic: str) -> Ask:
@@ -289,11 +304,8 @@ class EventSubscriber:
             asked.send_multipart([b"", request, topic.encode()])
             answers: list[tuple[int, bytes]] = []
             deadline = time.monotonic() + ANSWER_SECONDS
-            while not self._stopped.is_set():
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    break
-                if asked.poll(min(POLL_MILLISECONDS, math.ceil(left * 1000))):
+            while (left := deadline - time.monotonic()) > 0:
+                if asked.poll(math.ceil(left * 1000)):
                     _, number, payload = asked.recv_multipart()
                     if number == END_OF_REPLAY:
                         return answers

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from lookonce.config import ENGINE_TOPIC, ITEM_TOPIC, EventsConfig
+from lookonce.config import ENCODER_TOPIC, ENGINE_TOPIC, ITEM_TOPIC, EventsConfig
 from lookonce.engine.process.cache_events import (
     END_OF_REPLAY,
     Change,
@@ -314,7 +314,7 @@ def test_an_engine_that_began_anew_and_is_idle_costs_nothing() -> None:
             return price.seconds > 0
 
         subscriber = EventSubscriber(
-            config.address, config.replay_address, config.topic, price.apply, quiet_seconds=0.1
+            config.address, config.replay_address, config.topic, price.apply, check_seconds=0.1
         )
         try:
             until(is_busy)
@@ -325,6 +325,106 @@ def test_an_engine_that_began_anew_and_is_idle_costs_nothing() -> None:
         finally:
             subscriber.close()
             publisher.close()
+
+
+def test_what_comes_while_earlier_changes_are_applied_is_applied_after_them() -> None:
+    """Events of all topics wait in one queue meanwhile; none is lost or taken out of turn, also
+    where a check has asked for them."""
+    seen: list[Any] = []
+    applying, go_on = threading.Event(), threading.Event()
+    go_on.set()
+
+    def on_changes(changes: list[Any]) -> None:
+        applying.set()
+        assert go_on.wait(20)
+        seen.extend(changes)
+
+    def loads() -> list[int]:
+        return [each.prompt_tokens for each in seen if isinstance(each, EngineLoad)]
+
+    with tempfile.TemporaryDirectory(prefix="lookonce-fleet-") as folder:
+        config = EventsConfig(f"ipc://{Path(folder)}/pub", f"ipc://{Path(folder)}/replay")
+        publisher = EventPublisher(config)
+        subscriber = EventSubscriber(
+            config.address, config.replay_address, config.topic, on_changes, check_seconds=0.1
+        )
+        try:
+            live = PromptComputed("live", 33, [], None)
+
+            def is_live() -> bool:  # no snapshot has it
+                publisher.publish(ENGINE_TOPIC, [Computed("live", 33, None, ())])
+                return live in seen
+
+            until(is_live)
+            applying.clear()
+            go_on.clear()
+            publisher.publish(ENGINE_TOPIC, [Load(1, 0, 1)])
+            assert applying.wait(20)
+            for number in range(1, 200):
+                publisher.item_changed(digest(number), held=True)
+                publisher.publish(ENCODER_TOPIC, [Held(digest(number))])
+                publisher.item_changed(digest(number), held=False)
+                publisher.publish(ENGINE_TOPIC, [Load(1, 0, 1 + number)])
+                time.sleep(0.001)  # in several batches
+            go_on.set()
+            until(lambda: loads()[-1:] == [200])
+            until(lambda: 199 in keys_of(Gone, ITEM_TOPIC, seen))
+            until(lambda: 199 in keys_of(Added, ENCODER_TOPIC, seen))
+        finally:
+            subscriber.close()
+            publisher.close()
+    assert loads() == [*range(1, 201)]
+    for kind, topic in ((Added, ITEM_TOPIC), (Gone, ITEM_TOPIC), (Added, ENCODER_TOPIC)):
+        assert keys_of(kind, topic, seen) == [*range(1, 200)]
+    index = DigestIndex()
+    for change in seen:
+        match change:
+            case Added(topic, listed) if topic == ITEM_TOPIC:
+                index.add(0, listed)
+            case Gone(topic, listed) if topic == ITEM_TOPIC:
+                index.remove(0, listed)
+    assert index.held(0) == set()
+
+
+def keys_of(kind: type[Added] | type[Gone], topic: str, seen: list[Any]) -> list[int]:
+    """Of all changes of this kind."""
+    told = [each for each in seen if isinstance(each, kind) and each.topic == topic]
+    return [key for each in told for key in each.keys]
+
+
+def test_a_topic_that_is_quiet_is_checked_while_others_are_not() -> None:
+    """An engine that has much to do tells its load ten times a second."""
+    seen: list[Any] = []
+    with tempfile.TemporaryDirectory(prefix="lookonce-fleet-") as folder:
+        config = EventsConfig(f"ipc://{Path(folder)}/pub", f"ipc://{Path(folder)}/replay")
+        publisher = EventPublisher(config)
+        log = publisher._logs[ITEM_TOPIC]
+        subscriber = EventSubscriber(
+            config.address, config.replay_address, config.topic, seen.extend, check_seconds=0.2
+        )
+
+        def is_told() -> bool:
+            publisher.publish(ENGINE_TOPIC, [Load(1, 0, 1)])
+            return Added(ITEM_TOPIC, [short(digest(1))]) in seen
+
+        try:
+            until(lambda: AllGone(ITEM_TOPIC) in seen)
+            log.append([Held(digest(1))])  # counted, and lost on its way
+            until(is_told)
+        finally:
+            subscriber.close()
+            publisher.close()
+
+
+def test_a_subscriber_that_is_closed_ends_at_once() -> None:
+    """Whatever it waits for: its engine does not answer."""
+    with tempfile.TemporaryDirectory(prefix="lookonce-fleet-") as folder:
+        address, replay = f"ipc://{Path(folder)}/pub", f"ipc://{Path(folder)}/replay"
+        subscriber = EventSubscriber(address, replay, "kv-events", lambda changes: None)
+        time.sleep(0.1)
+        began = time.monotonic()
+        subscriber.close()
+        assert time.monotonic() - began < 2
 
 
 def until(condition: Callable[[], bool]) -> None:
