@@ -486,10 +486,13 @@ class Fleet:
             await self._looked.wait()
         return told
 
-    def processors_of(self, model: str) -> list[Processor]:
-        """Of all engines of the model that told; `model`: without adapters."""
-        members = self.members.values()
-        return [each.processor for each in members if each.cards and each.address.model == model]
+    def processors_of(self, model: str) -> dict[str, Processor]:
+        """Of all engines of the model that told, by their names; `model`: without adapters."""
+        return {
+            name: member.processor
+            for name, member in self.members.items()
+            if member.cards and member.address.model == model
+        }
 
     def processor_of(self, model: Any) -> Processor:
         """Of any engine of the model."""

@@ -88,6 +88,8 @@ class Processor(msgspec.Struct, frozen=True):
     dtype: str = ""
     facts: RenderingFacts | None = None
     """For front-ends that render; None: the engine told none."""
+    files_digest: str = ""
+    """Of its files that decide what prompts and answers become."""
 
     @classmethod
     def told(cls, model: str, info: Mapping[str, Any]) -> Processor:
@@ -110,6 +112,7 @@ class Processor(msgspec.Struct, frozen=True):
             tuple(identities("media_adapters").items()),
             str(info.get("dtype", "")),
             msgspec.convert(info.get("model"), RenderingFacts | None),
+            str(info.get("files_digest", "")),
         )
 
     def adapter_of(self, model: Any, modalities: Iterable[str]) -> LoRAIdentity | None:

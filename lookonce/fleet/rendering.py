@@ -67,6 +67,9 @@ DROPPED_HEADERS = frozenset(
     }
 )
 """Of the client's, which do not fit what engines get."""
+OPEN_AGAIN_SECONDS = 5.0
+"""After a model could not be opened; twice as long each time, up to `MAX_OPEN_AGAIN_SECONDS`."""
+MAX_OPEN_AGAIN_SECONDS = 300.0
 LEFT_TO_ENGINES = frozenset({422, 503})
 """Refusals before any engine was asked: one may know the medium, or render it itself."""
 
@@ -113,6 +116,8 @@ class _Served:
     engine: RoutedEngine
     stores: bool
     """Its engines store responses."""
+    unlike: frozenset[str] = frozenset()
+    """Engines that it was said of that they are not what it was opened for."""
 
 
 class Rendering:
@@ -125,6 +130,8 @@ class Rendering:
     def __init__(self, fleet: Fleet, models: Sequence[RenderedModel], server: ServerConfig) -> None:
         self._fleet, self._models, self._server = fleet, models, server
         self._served: dict[str, _Served] = {}
+        self._failed: set[str] = set()
+        """Models that could not be opened; each is tried again."""
         self._tasks: list[asyncio.Task[None]] = []
         self._opened = asyncio.Event()
         self.num_rendered = self.num_retried = 0
@@ -140,26 +147,39 @@ class Rendering:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def wait_opened(self) -> None:
-        """Until every model is opened, or cannot be."""
-        while sum(not task.done() for task in self._tasks) > len(self._served):
+        """Until every model is opened, or cannot be now. It waits for none whose engines have not
+        told what rendering needs: they may never."""
+        while any(map(self._is_opening, self._models)):
             self._opened.clear()
             await self._opened.wait()
 
+    def _is_opening(self, model: RenderedModel) -> bool:
+        told = self._fleet.processor_of(model.name).facts is not None
+        return told and model.name not in self._served and model.name not in self._failed
+
     async def _serve(self, model: RenderedModel) -> None:
-        """As long as the front-end lives."""
-        try:
-            told = await self._fleet.told_of(model.name)
-            async with open_served(model, told, self._fleet, self._server) as served:
-                self._served[model.name] = served
+        """As long as the front-end lives. What cannot be opened is tried again: files may come, and
+        engines be replaced by others."""
+        delay, said = OPEN_AGAIN_SECONDS, ""
+        while True:
+            try:
+                told = await self._fleet.told_of(model.name)
+                async with open_served(model, told, self._fleet, self._server) as served:
+                    self._served[model.name] = served
+                    self._opened.set()
+                    await asyncio.Event().wait()
+            except LookOnceError as error:
+                if error.message != said:
+                    said = error.message
+                    logger.error("%s is rendered by its engines: %s", model.name, said)
+            except Exception:
+                logger.exception("%s is rendered by its engines", model.name)
+            finally:
+                self._served.pop(model.name, None)
+                self._failed.add(model.name)
                 self._opened.set()
-                await asyncio.Event().wait()
-        except LookOnceError as error:
-            logger.error("%s is rendered by its engines: %s", model.name, error.message)
-        except Exception:
-            logger.exception("%s is rendered by its engines", model.name)
-        finally:
-            self._served.pop(model.name, None)
-            self._opened.set()
+            await asyncio.sleep(delay)
+            delay = min(2 * delay, MAX_OPEN_AGAIN_SECONDS)
 
     async def abort(self, tenant: str, request_ids: Sequence[str]) -> list[str]:
         """Abort a tenant's requests that are rendered or answered here; those that there were."""
@@ -192,10 +212,14 @@ class Rendering:
         ):
             return None
         listed = self._fleet.processors_of(str(told.model))
-        alike = all(_are_alike(each, served.engine.processor) for each in listed)
-        if not alike or UNCARRIED.search(body):
+        unlike = [n for n, each in listed.items() if not _are_alike(each, served.engine.processor)]
+        if unlike or served.unlike:
+            _tell_unlike(served, frozenset(unlike), str(told.model))
+        if unlike or UNCARRIED.search(body):
             return None
-        adapters = {name: found for each in listed for name, found in each.adapters.items()}
+        adapters = {
+            name: found for each in listed.values() for name, found in each.adapters.items()
+        }
         served.engine.learn(msgspec.structs.replace(told, adapters=adapters))
         return served, fields
 
@@ -272,10 +296,24 @@ def _replayed(content: Callable[[], bytes], receive: Receive) -> Receive:
 
 def _are_alike(told: Processor, opened: Processor) -> bool:
     """Whether engines know media, and take prompts, as when the model was opened here."""
-    return (told.fingerprint, told.algorithm, told.dtype, told.facts) == (
-        *(opened.fingerprint, opened.algorithm),
+    return (told.fingerprint, told.files_digest, told.algorithm, told.dtype, told.facts) == (
+        *(opened.fingerprint, opened.files_digest, opened.algorithm),
         *(opened.dtype, opened.facts),
     )
+
+
+def _tell_unlike(served: _Served, unlike: frozenset[str], model: str) -> None:
+    """Say once of each engine that its files, or its limits, are others."""
+    if new := sorted(unlike - served.unlike):
+        logger.error(
+            "%s has other files, or another model, than was opened here:"
+            " prompts of %s are rendered by its engines",
+            ", ".join(new),
+            model,
+        )
+    elif not unlike:
+        logger.info("prompts of %s are rendered here again", model)
+    served.unlike = unlike
 
 
 @asynccontextmanager
@@ -287,7 +325,7 @@ async def open_served(
     config = await asyncio.to_thread(_config_of, model, told)
     async with open_render_services(config) as opened:
         renderer, main = opened.readonly, opened.renderer
-        if renderer.fingerprint != told.fingerprint:
+        if (renderer.fingerprint, renderer.files_digest) != (told.fingerprint, told.files_digest):
             raise LookOnceError("its files here are not those of its engines")
         renderer.token_cache = main.token_cache
         renderer.vocab_size = told.facts.vocab_size

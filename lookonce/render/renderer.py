@@ -618,6 +618,11 @@ class Renderer:
         """The fingerprint that `media_hash` takes; empty for a text-only model."""
         return b"" if self._resolver is None else self._resolver.fingerprint
 
+    @property
+    def files_digest(self) -> str:
+        """Digest, in hex, of the files that decide what prompts and answers become."""
+        return self._encoder.files_digest
+
     def release(self, prompt: RenderedPrompt) -> None:
         """Unpin the items of a prompt that will not be sent. May be called twice."""
         if self._resolver is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -20,7 +21,7 @@ from PIL import Image
 
 from lookonce.cache.identity import item_key, media_hash, scope_digest
 from lookonce.config import EMBEDDED_MODELS, ITEM_TOPIC, NANO
-from lookonce.fleet import generate_events, routed_engine
+from lookonce.fleet import generate_events, rendering, routed_engine
 from lookonce.fleet.config import RenderedModel
 from lookonce.fleet.engine_http import EngineAnswer
 from lookonce.fleet.generate_events import events_of
@@ -29,6 +30,8 @@ from lookonce.fleet.index import short
 from lookonce.fleet.rendering import MAX_QUOTES
 from lookonce.fleet.subscriber import Added, Gone
 from lookonce.render.families.registry import load_family
+from lookonce.render.prompt.encoder import digest_of_files, template_sources
+from lookonce.render.prompt.tokenizer import Tokenizer
 from tests.support.drawing import encoded, image_part, picture, text_part
 from tests.support.fake_engine import (
     Answer,
@@ -69,10 +72,18 @@ def fingerprint() -> bytes:
     return family.fingerprint()
 
 
+def renders_as_here(name: str, model: str = "nano") -> FakeEngine:
+    """An engine with the files of the embedded model."""
+    folder = EMBEDDED_MODELS[NANO]
+    digest = digest_of_files(folder, template_sources(folder, Tokenizer.load(folder)))
+    return FakeEngine(
+        name, model, fingerprint=fingerprint().hex(), files_digest=digest, facts=FACTS
+    )
+
+
 @pytest.fixture(scope="module")
 def running() -> Iterator[tuple[RunningFrontend, list[FakeEngine]]]:
-    told = fingerprint().hex()
-    fakes = [FakeEngine(name, fingerprint=told, facts=FACTS) for name in "abc"]
+    fakes = [renders_as_here(name) for name in "abc"]
     models = [RenderedModel(name="nano", model=NANO)]
     with running_frontend([], models, fakes=fakes) as frontend:
         yield frontend, fakes
@@ -246,9 +257,7 @@ def test_events_are_read_wherever_they_are_cut(size: int) -> None:
 
 
 def test_a_model_that_cannot_be_opened_keeps_no_other_waiting() -> None:
-    fakes = [FakeEngine("a", model="gone"), FakeEngine("b")]
-    for fake in fakes:
-        fake.fingerprint, fake.facts, fake.answer = fingerprint().hex(), FACTS, generates(82, 83)
+    fakes = [renders_as_here("a", "gone"), renders_as_here("b")]
     models = [RenderedModel(name="gone", model="/gone"), RenderedModel(name="nano", model=NANO)]
     with running_frontend([], models, fakes=fakes) as frontend:
         assert Fleet(frontend, fakes).ask().status_code == 200
@@ -285,7 +294,7 @@ def serving(data: bytes, hold: threading.Event | None = None) -> Iterator[tuple[
 @contextmanager
 def fetching(**options: Any) -> Iterator[Fleet]:
     """A front-end that fetches from this machine, before one engine."""
-    fake = FakeEngine("a", fingerprint=fingerprint().hex(), facts=FACTS)
+    fake = renders_as_here("a")
     options = {"allow_private_media": True} | options
     models = [RenderedModel(name="nano", model=NANO, options=options)]
     with running_frontend([], models, fakes=[fake]) as frontend:
@@ -576,18 +585,61 @@ def test_an_adapter_is_asked_for_where_it_is(fleet: Fleet) -> None:
         until(lambda: "letters" not in fleet.frontend.fleet.router.models())
 
 
-def test_engines_whose_media_have_other_names_render_themselves(fleet: Fleet) -> None:
-    """One was replaced by another with a processor of its own."""
-    told = fleet.fakes[0].fingerprint
+@pytest.mark.parametrize("field", ["fingerprint", "files_digest"])
+def test_engines_with_other_files_render_themselves(
+    fleet: Fleet, caplog: pytest.LogCaptureFixture, field: str
+) -> None:
+    """One was replaced by another with a processor, or a tokenizer, of its own."""
+    told = getattr(fleet.fakes[2], field)
 
-    def known() -> set[bytes]:
-        return {each.fingerprint for each in fleet.frontend.fleet.processors_of("nano")}
+    def known() -> set[Any]:
+        listed = fleet.frontend.fleet.processors_of("nano").values()
+        return {getattr(each, field) for each in listed}
 
     try:
-        fleet.fakes[2].fingerprint = "ab" * 32
+        setattr(fleet.fakes[2], field, "ab" * 32)
         until(lambda: len(known()) == 2)
-        fleet.ask()
-        assert fleet.received[-1].target == CHAT
+        for _ in range(3):
+            fleet.ask()
+            assert fleet.received[-1].target == CHAT
+        assert caplog.text.count("c has other files") == 1
     finally:
-        fleet.fakes[2].fingerprint = told
+        setattr(fleet.fakes[2], field, told)
         until(lambda: len(known()) == 1)
+    fleet = Fleet(fleet.frontend, fleet.fakes)
+    fleet.ask()
+    assert [each.target for each in fleet.received] == [GENERATE]
+
+
+def test_a_model_is_opened_once_its_files_are_those_of_its_engines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rendering, "OPEN_AGAIN_SECONDS", 0.1)
+    monkeypatch.setattr(rendering, "MAX_OPEN_AGAIN_SECONDS", 0.1)
+    folder = tmp_path / "nano"
+    shutil.copytree(EMBEDDED_MODELS[NANO], folder)
+    config = folder / "tokenizer_config.json"
+    right = config.read_bytes()
+    config.write_bytes(right + b" ")
+    fakes = [renders_as_here("a")]
+    models = [RenderedModel(name="nano", model=str(folder))]
+    with running_frontend([], models, fakes=fakes) as frontend:
+        fleet = Fleet(frontend, fakes)
+        fleet.ask()
+        assert [each.target for each in fleet.received] == [CHAT]
+        config.write_bytes(right)
+
+        def is_rendered() -> bool:
+            fleet.ask()
+            return fleet.received[-1].target == GENERATE
+
+        until(is_rendered)
+
+
+def test_engines_that_tell_nothing_keep_no_front_end_waiting() -> None:
+    fakes = [FakeEngine("a")]
+    models = [RenderedModel(name="nano", model=NANO)]
+    with running_frontend([], models, fakes=fakes) as frontend:
+        fleet = Fleet(frontend, fakes)
+        fleet.ask()
+        assert [each.target for each in fleet.received] == [CHAT]

@@ -76,6 +76,7 @@ class FakeEngine:
     """It takes connections and answers nothing, as a process that was sent SIGSTOP."""
     unanswered_probes: int = 0
     fingerprint: str = FINGERPRINT
+    files_digest: str = ""
     facts: dict[str, Any] | None = None
     """What front-ends that render want to know of the model."""
     metrics_told: int = 0
@@ -135,6 +136,7 @@ class FakeEngine:
                 told = {
                     "algorithm": "blake3",
                     "fingerprint": self.fingerprint,
+                    "files_digest": self.files_digest,
                     "dtype": "float32",
                     "model": self.facts,
                 }

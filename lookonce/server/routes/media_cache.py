@@ -57,6 +57,9 @@ class MediaCacheInfo(msgspec.Struct, kw_only=True):
     algorithm: str
     fingerprint: str
     """Hex digits."""
+    files_digest: str
+    """Of the files of tokenizer and processor, and of the chat template; hex digits. Who renders
+    for this server with other files would make other tokens of a prompt."""
     dtype: str
     """The dtype of stored floating-point arrays; float32 is cast to it."""
     adapters: dict[str, AdapterDigests]
@@ -100,6 +103,7 @@ async def show_media_cache(request: Request) -> Response:
         MediaCacheInfo(
             algorithm=config.media.hash_algorithm,
             fingerprint=services.renderer.fingerprint.hex(),
+            files_digest=services.renderer.files_digest,
             dtype=config.model.dtype,
             adapters={info.name: AdapterDigests.of(info.identity) for info in known.listed()},
             media_adapters={modality: AdapterDigests.of(each) for modality, each in own},
