@@ -52,8 +52,8 @@ from benchmarks.running_server import (
 )
 from benchmarks.workloads import QUESTION
 from lookonce.errors import UnavailableError
-from lookonce.fleet.frontend import EngineAddress
 from lookonce.fleet.identity import Processor, identify_body
+from lookonce.fleet.members import EngineAddress
 from lookonce.fleet.router import Router
 from tests.support.model_folders.make import make_folder
 

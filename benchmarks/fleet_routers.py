@@ -34,8 +34,9 @@ from blake3 import blake3
 
 from lookonce.config import Options, resolve
 from lookonce.fleet.config import RenderedModel
-from lookonce.fleet.frontend import EngineAddress, Fleet, Frontend
+from lookonce.fleet.frontend import Frontend
 from lookonce.fleet.identity import Identity
+from lookonce.fleet.members import EngineAddress, Fleet
 from lookonce.fleet.router import EngineState, NoEngineError, Route, Router, Work
 from lookonce.fleet.server import FrontendServer
 

@@ -53,7 +53,8 @@ from lookonce.fleet.config import (
     listen_options,
     rendered_models,
 )
-from lookonce.fleet.frontend import EngineAddress, EngineKeys, Fleet, Frontend
+from lookonce.fleet.frontend import Frontend
+from lookonce.fleet.members import EngineAddress, EngineKeys, Fleet
 from lookonce.fleet.router import QueuePrice, Router, engines_wanted
 from lookonce.fleet.server import FrontendServer, ListenerOwner, listening, shared_listener
 from lookonce.fleet.subscriber import EventSubscriber

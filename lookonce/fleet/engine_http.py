@@ -21,6 +21,9 @@ from lookonce.errors import UnavailableError
 
 Headers = list[tuple[bytes, bytes]]
 
+RETRIED_STATUSES = frozenset({502, 503})
+"""An engine that answers so has not begun: another one may serve the request."""
+ENGINE_LOST = "the engine was lost"
 CONNECT_SECONDS = 5.0
 MAX_IDLE = 256
 """Connections to all engines that are kept for later requests."""

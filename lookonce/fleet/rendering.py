@@ -26,7 +26,6 @@ from lookonce.config import Config, Options, ServerConfig, resolve
 from lookonce.errors import LookOnceError
 from lookonce.fleet.config import RenderedModel
 from lookonce.fleet.engine_http import Headers
-from lookonce.fleet.frontend import Fleet
 from lookonce.fleet.identity import (
     MAX_VALUES,
     VALUE_MARKS,
@@ -34,6 +33,7 @@ from lookonce.fleet.identity import (
     has_more,
     without_payloads,
 )
+from lookonce.fleet.members import Fleet
 from lookonce.fleet.routed_engine import ClientRequest, RoutedEngine, current_request
 from lookonce.frontend.model_download import with_local_model
 from lookonce.server.http.api_keys import KeyRing
@@ -135,6 +135,7 @@ class Rendering:
         self._tasks: list[asyncio.Task[None]] = []
         self._opened = asyncio.Event()
         self.num_rendered = self.num_retried = 0
+        """Requests, and prompts that a second engine got."""
 
     async def __aenter__(self) -> Rendering:
         loop = asyncio.get_running_loop()

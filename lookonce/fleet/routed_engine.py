@@ -28,8 +28,14 @@ from lookonce.errors import (
     RequestFailedError,
     UnavailableError,
 )
-from lookonce.fleet.engine_http import EngineAnswer, EngineLostError, Headers, NoDescriptorError
-from lookonce.fleet.frontend import ENGINE_LOST, RETRIED_STATUSES, Fleet, Member
+from lookonce.fleet.engine_http import (
+    ENGINE_LOST,
+    RETRIED_STATUSES,
+    EngineAnswer,
+    EngineLostError,
+    Headers,
+    NoDescriptorError,
+)
 from lookonce.fleet.generate_events import (
     LIMIT_HEADERS,
     NO_EVENTS,
@@ -40,6 +46,7 @@ from lookonce.fleet.generate_events import (
 )
 from lookonce.fleet.identity import Identity, Processor
 from lookonce.fleet.index import short
+from lookonce.fleet.members import Fleet, Member
 from lookonce.fleet.router import NoEngineError, Route
 from lookonce.fleet.token_identity import identify_prompt
 from lookonce.frontend.frontend import RenderOnlyEngine

@@ -22,8 +22,9 @@ from lookonce.cache.identity import item_key, media_hash, scope_digest
 from lookonce.config import ITEM_TOPIC, Options, resolve
 from lookonce.errors import ConfigError
 from lookonce.fleet.engine_http import EngineClient, IdleConnections
-from lookonce.fleet.frontend import EngineAddress, EngineKeys, Fleet, Frontend
+from lookonce.fleet.frontend import Frontend
 from lookonce.fleet.index import short
+from lookonce.fleet.members import EngineAddress, EngineKeys, Fleet
 from lookonce.fleet.router import Router
 from lookonce.fleet.server import FrontendServer, ListenerOwner, listening, shared_listener
 from lookonce.fleet.subscriber import Added, Gone
@@ -315,8 +316,8 @@ async def test_a_stopped_engine_is_given_up_and_taken_back_when_it_continues(
             await writer.drain()
         await asyncio.Event().wait()
 
-    monkeypatch.setattr("lookonce.fleet.frontend.PROBE_TIMEOUT", 0.3)
-    monkeypatch.setattr("lookonce.fleet.frontend.PROBE_SECONDS", 0.01)
+    monkeypatch.setattr("lookonce.fleet.members.PROBE_TIMEOUT", 0.3)
+    monkeypatch.setattr("lookonce.fleet.members.PROBE_SECONDS", 0.01)
     async with serving(FakeEngine("a"), FakeEngine("b")) as served:
         asked: dict[str, Any] = {"prompt_cache_key": "one"}
         first = (await served.ask(**asked)).json()["engine"]  # over a connection that stays open
@@ -344,8 +345,8 @@ async def test_one_silent_probe_alone_ends_no_request(monkeypatch: pytest.Monkey
         await release.wait()
         reply(writer, 200, {"engine": engine.name})
 
-    monkeypatch.setattr("lookonce.fleet.frontend.PROBE_TIMEOUT", 0.5)
-    monkeypatch.setattr("lookonce.fleet.frontend.PROBE_SECONDS", 0.01)
+    monkeypatch.setattr("lookonce.fleet.members.PROBE_TIMEOUT", 0.5)
+    monkeypatch.setattr("lookonce.fleet.members.PROBE_SECONDS", 0.01)
     async with serving(FakeEngine("a", answer=wait)) as served:
         (engine,) = served.engines
         asked = asyncio.create_task(served.ask())
@@ -373,7 +374,7 @@ async def test_an_engine_that_cannot_be_reached_loses_requests_whose_connections
     async def hang(engine: FakeEngine, request: Received, writer: asyncio.StreamWriter) -> None:
         await asyncio.Event().wait()
 
-    monkeypatch.setattr("lookonce.fleet.frontend.PROBE_SECONDS", 0.01)
+    monkeypatch.setattr("lookonce.fleet.members.PROBE_SECONDS", 0.01)
     async with serving(FakeEngine("a", answer=hang)) as served:
         asked = asyncio.create_task(served.ask())
         await served.until(lambda: served.engines[0].received)
@@ -750,7 +751,7 @@ def start(served: Served, *engines: FakeEngine) -> None:
 async def test_a_probe_that_fails_takes_no_adapter_from_engines_that_start_later(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("lookonce.fleet.frontend.PROBE_SECONDS", 0.01)
+    monkeypatch.setattr("lookonce.fleet.members.PROBE_SECONDS", 0.01)
     later = FakeEngine("later", answer=keeping())
     async with serving(FakeEngine("a", answer=keeping()), **ADMIN) as served, later:
         (first,) = served.engines
@@ -807,7 +808,7 @@ async def test_what_is_loaded_is_changed_by_engines_alone_and_at_all_whether_the
 async def test_an_engine_that_was_lost_while_it_loaded_adapters_loads_them_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("lookonce.fleet.frontend.PROBE_SECONDS", 0.01)
+    monkeypatch.setattr("lookonce.fleet.members.PROBE_SECONDS", 0.01)
     tries = 0
 
     async def lose(engine: FakeEngine, request: Received) -> None:
@@ -827,7 +828,7 @@ async def test_an_engine_that_was_lost_while_it_loaded_adapters_loads_them_again
 async def test_an_engine_that_could_not_load_adapters_tries_again_when_it_comes_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("lookonce.fleet.frontend.PROBE_SECONDS", 0.01)
+    monkeypatch.setattr("lookonce.fleet.members.PROBE_SECONDS", 0.01)
     full = True
 
     async def answer(engine: FakeEngine, request: Received, writer: asyncio.StreamWriter) -> None:
@@ -946,7 +947,7 @@ async def test_a_front_end_without_descriptors_says_so_of_itself_and_closes_what
         await release.wait()
         reply(writer, 200, {"engine": engine.name})
 
-    monkeypatch.setattr("lookonce.fleet.frontend.PROBE_SECONDS", 0.01)
+    monkeypatch.setattr("lookonce.fleet.members.PROBE_SECONDS", 0.01)
     async with serving(FakeEngine("a", answer=wait), FakeEngine("b", answer=wait)) as served:
         with monkeypatch.context() as full:
             full.setattr("lookonce.fleet.engine_http.EngineClient._connect", refuse)

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from lookonce.config import Options, resolve
-from lookonce.fleet.frontend import EngineAddress, Fleet, Frontend
+from lookonce.fleet.frontend import Frontend
+from lookonce.fleet.members import EngineAddress, Fleet
 from lookonce.fleet.router import Router
 from lookonce.fleet.server import FrontendServer
 from tests.support.page.actions import answers, ask, expect

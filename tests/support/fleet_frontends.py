@@ -13,7 +13,8 @@ from pathlib import Path
 
 from lookonce.config import Options, resolve
 from lookonce.fleet.config import RenderedModel
-from lookonce.fleet.frontend import EngineAddress, EngineKeys, Fleet, Frontend
+from lookonce.fleet.frontend import Frontend
+from lookonce.fleet.members import EngineAddress, EngineKeys, Fleet
 from lookonce.fleet.rendering import Rendering
 from lookonce.fleet.router import Router
 from lookonce.fleet.server import FrontendServer
