@@ -57,12 +57,13 @@ CORE_REPEATS, WORK_ROUNDS = 7, 1000
 ASKED = 10
 """Requests of each kind to the server in each turn."""
 RATES = (None, 4.0, 10.0, 25.0, 60.0)
-"""Requests a second of each turn, at random times, of which none waits for another; None: each as
-soon as the one before has ended. In a turn all kinds are asked, so that what else the machine does
+"""Requests a second of each turn, at random times, of which none waits for another, all kinds among
+one another, as a server is asked; None, which is first: kind after kind, each request as soon as
+the one before has ended, so that CPU times of each kind are known. So what else the machine does
 disturbs some requests of all kinds, not all of one. The longer the pause before a request, the more
 caches are cold and cores asleep."""
 WARM_UP = 4
-"""Requests of each kind that are not counted, before those of each turn."""
+"""Requests of each kind that are not counted, before the first that are."""
 SPREAD_QUANTILES = 100
 IDLE_EDGES = (0.0, 1e-3, 5e-3, 1e-2, 2e-2, 4e-2, 8e-2, 0.16, 0.32, float("inf"))
 """Idle seconds: of the requests between two of them is one point of the price by idle seconds."""
@@ -310,19 +311,28 @@ def ask_in_turns(server: RunningServer, kinds: Sequence[Kind]) -> list[Asked]:
     """`ASKED` requests of each kind at the first of `RATES`, then as many at the next."""
     alone: list[list[Alone]] = [[] for _ in kinds]
     cpu = np.zeros((len(kinds), 3))
+    ended = 0.0
     for turn, rate in enumerate(RATES):
-        first = turn * (WARM_UP + ASKED)
-        for at, kind in enumerate(kinds):
-            made = [kind.body(first + n) for n in range(WARM_UP + ASKED)]
-            warm_up = run_load(server.url, [], made[:WARM_UP], Arrivals(concurrency=1))
-            before = server.cpu_seconds()
-            arrivals = Arrivals(concurrency=1, rate=rate, seed=turn)
-            result = run_load(server.url, [], made[WARM_UP:], arrivals)
-            if turn == 0:
-                cpu[at] = np.subtract(server.cpu_seconds(), before)
-            last = max(outcome.ended for outcome in warm_up.outcomes)
-            alone[at] += alone_at_the_server(result.answered, last)
-    cpu /= ASKED
+        numbers = range(turn * (WARM_UP + ASKED), (turn + 1) * (WARM_UP + ASKED))
+        made = [[kind.body(number) for number in numbers] for kind in kinds]
+        if rate is None:
+            for at, bodies in enumerate(made):
+                warm_up = run_load(server.url, [], bodies[:WARM_UP], Arrivals(concurrency=1))
+                before = server.cpu_seconds()
+                result = run_load(server.url, [], bodies[WARM_UP:], Arrivals(concurrency=1))
+                cpu[at] = np.subtract(server.cpu_seconds(), before) / ASKED
+                ended = max(outcome.ended for outcome in warm_up.outcomes)
+                alone[at] += alone_at_the_server(result.answered, ended)
+                ended = max(outcome.ended for outcome in result.outcomes)
+            continue
+        order = np.random.default_rng(turn).permutation(np.repeat(np.arange(len(kinds)), ASKED))
+        left = [iter(bodies[WARM_UP:]) for bodies in made]
+        mixed = [next(left[at]) for at in order]
+        result = run_load(server.url, [], mixed, Arrivals(concurrency=1, rate=rate, seed=turn))
+        kind_of = {id(each): int(at) for each, at in zip(result.outcomes, order, strict=True)}
+        for each in alone_at_the_server(result.answered, ended):
+            alone[kind_of[id(each.outcome)]].append(each)
+        ended = max(outcome.ended for outcome in result.outcomes)
     return [asked_of(*each) for each in zip(kinds, alone, cpu, strict=True)]
 
 
@@ -500,7 +510,8 @@ def ask_kinds(server: RunningServer) -> Kinds:
     urls = {size: [data_url(each) for each in made[size]] for size in SIZES}
 
     def text(length: int) -> Kind:
-        return Kind(lambda n: body(f"{n}: {words(length, n)}", 2))
+        # The length comes first, lest a longer one finds the blocks of a shorter one.
+        return Kind(lambda n: body(f"{length}/{n}: {words(length, n)}", 2))
 
     def continued(tail: int) -> Kind:
         return Kind(lambda n: body(f"{words(300)} {tail}/{n}: {words(tail, n)}", 2))

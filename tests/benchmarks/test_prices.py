@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 import threading
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
@@ -26,11 +28,13 @@ from benchmarks.prices import (
     alone_at_the_server,
     ascending,
     ask_in_turns,
+    ask_kinds,
     cores_of,
     idle_prices,
     num_embedded,
     request_prices,
     spread_quantiles,
+    words,
 )
 from benchmarks.running_server import RunningServer
 from lookonce.simulate.prices import Prices
@@ -170,9 +174,12 @@ def test_no_kind_of_requests_has_a_minute_of_its_own(monkeypatch: pytest.MonkeyP
         asked = ask_in_turns(server, kinds)
     bodies = [each.partition(b"\r\n\r\n")[2] for each in answers.requests]
     order = [int(each.partition(b":")[0]) for each in bodies]
-    assert [(kind, len(list(alike))) for kind, alike in groupby(order)] == [
-        (kind, 4) for _ in range(2) for kind in range(3)
+    at_once, at_a_rate = order[:12], order[12:]
+    assert [(kind, len(list(alike))) for kind, alike in groupby(at_once)] == [
+        (kind, 4) for kind in range(3)
     ]
+    assert Counter(at_a_rate) == {0: 3, 1: 3, 2: 3}
+    assert len(list(groupby(at_a_rate))) > 3
     assert len(set(bodies)) == len(bodies)
     for kind, each in zip(kinds, asked, strict=True):
         assert (each.api_cpu, each.engine_cpu) == (1.0, 3.0)
@@ -181,6 +188,28 @@ def test_no_kind_of_requests_has_a_minute_of_its_own(monkeypatch: pytest.MonkeyP
         assert (each.num_items, each.item_bytes) == (kind.num_items, 10.0)
         assert 0 < len(each.first_tokens) <= 6
         assert each.first_token == pytest.approx(np.median(each.first_tokens))
+
+
+def test_texts_of_several_lengths_have_no_block_in_common(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"ASKED": 2, "WARM_UP": 0, "RATES": (None,)}.items():
+        monkeypatch.setattr(bench, name, value)
+    found: list[Kind] = []
+
+    def note(server: RunningServer, kinds: Sequence[Kind]) -> list[Asked]:
+        found.extend(kinds)
+        return [asked(18)] * len(kinds)
+
+    monkeypatch.setattr(bench, "ask_in_turns", note)
+    ask_kinds(RunningServer("http://127.0.0.1:1", 0, Path(), 0.0, 0.0))
+    said = [
+        json.loads(kind.body(n))["messages"][0]["content"]
+        for kind in found
+        if not kind.num_items
+        for n in range(2)
+    ]
+    texts = [text for text in said if not text.startswith(words(20))]
+    assert len(texts) == 2 * (1 + 4 + 1)
+    assert len({text[:8] for text in texts}) == len(texts)
 
 
 @contextmanager
