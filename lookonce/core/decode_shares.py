@@ -6,7 +6,10 @@ only some of them in a step, in turn, such that for each tenant
 
     seconds of the step ≤ sum of all weights / its weight x seconds of a step of its own sequences
 
-which is what it would have alone with its share of the machine.
+which is what it would have alone with its share of the machine. Of these, a tenant that has used
+more time, for its weight, than another one that decodes decodes nothing in this step: who asks for
+less than its share has its tokens as if it were alone. A tenant that is alone in a step is charged
+for all of it, so that its use comes to that of the others, and they share from then on.
 
 **Prompts.** A step computes no more tokens of prompts than take `SLICE_SECONDS`, so that nobody
 waits long for a step of another one; and none of a tenant that has used more time, for its weight,
@@ -239,7 +242,10 @@ class DecodeShares:
         if not limits:
             return decodes
         chosen = set(decodes)
+        behind = self._behind(s.request.tenant for s in decodes)
         for tenant, limit in limits.items():
+            if tenant in behind:
+                limit = 0
             own = [s for s in decodes if s.request.tenant == tenant]
             own.sort(key=lambda s: s.decode_turn)
             chosen.difference_update(own[limit:])
@@ -302,11 +308,15 @@ class DecodeShares:
             self._times.note(done.num_decodes, seconds)
 
     def _charge(self, plan: StepPlan) -> None:
-        """Each tenant with what its part of the step costs by itself."""
+        """Each tenant with what its part of the step costs by itself; one that is alone in a step
+        with the whole step."""
+        sequences = self._state.queues.sequences
+        known = [(chunk, sequences.get(chunk.seq_id)) for chunk in plan.scheduled]
+        tenants = {sequence.request.tenant for _, sequence in known if sequence is not None}
         num_decodes = sum(chunk.num_tokens == 1 for chunk in plan.scheduled)
-        each = (self._times.seconds(num_decodes) - self._times.fixed) / max(1, num_decodes)
-        for chunk in plan.scheduled:
-            sequence = self._state.queues.sequences.get(chunk.seq_id)
+        shared = self._times.fixed if len(tenants) > 1 else 0.0
+        each = (self._times.seconds(num_decodes) - shared) / max(1, num_decodes)
+        for chunk, sequence in known:
             if sequence is None or (served := self._served.get(sequence.request.tenant)) is None:
                 continue
             cost = each if chunk.num_tokens == 1 else self._times.prompt_token * chunk.num_tokens

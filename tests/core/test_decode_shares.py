@@ -36,6 +36,11 @@ class TimedEngine(Engine):
         """Of the last plan, sequences with ids in `[first_id, end)`."""
         return sum(first_id <= chunk.seq_id < end for chunk in self.plans[-1].scheduled)
 
+    def run_for(self, seconds: float) -> None:
+        until = self.now + seconds
+        while self.now < until:
+            self.step()
+
     def seconds_to_end(self, name: str) -> float:
         began = self.now
         while (name, 0) not in self.ended:
@@ -148,6 +153,25 @@ def test_prompts_are_computed_whole_where_one_tenant_is_alone() -> None:
     engine.run()
     sizes = [sum(chunk.num_tokens for chunk in plan.scheduled) for plan in engine.plans]
     assert sizes.count(LIMITS.max_num_batched_tokens) >= 39
+
+
+def test_who_asks_for_little_decodes_alone_and_who_asks_for_much_does_not() -> None:
+    engine = TimedEngine()
+    busy(engine)
+    engine.add(answering("one", "first", 10))  # what steps take is measured
+    engine.seconds_to_end("first")
+    engine.run_for(LINGER_SECONDS / 5)
+    num_plans = len(engine.plans)
+    engine.add(answering("one", "short", 8))
+    engine.seconds_to_end("short")
+    alone = [len(plan.scheduled) == 1 for plan in engine.plans[num_plans:]]
+    assert sum(alone) >= 7
+    num_plans = len(engine.plans)
+    engine.add(answering("one", "long", 150))
+    engine.seconds_to_end("long")
+    alone = [len(plan.scheduled) == 1 for plan in engine.plans[num_plans:]]
+    seconds = sum(alone) * (COSTS.fixed + COSTS.decode)
+    assert seconds <= CREDIT_SECONDS + (len(alone) - sum(alone)) * COSTS.decode * MANY
 
 
 def test_the_sequences_of_the_other_tenant_take_turns() -> None:
