@@ -12,8 +12,9 @@ less than its share has its tokens as if it were alone. A tenant that is alone i
 for all of it, so that its use comes to that of the others, and they share from then on.
 
 **Prompts.** A step computes no more tokens of prompts than take `SLICE_SECONDS`, so that nobody
-waits long for a step of another one; and none of a tenant that has used more time, for its weight,
-than another one that decodes in this step or has a prompt that can be computed in it. A tenant that
+waits long for a step of another one (`STEP_SECONDS` where one tenant is served, and another one was
+in the last `SHARED_SECONDS`); and none of a tenant that has used more time, for its weight, than
+another one that decodes in this step or has a prompt that can be computed in it. A tenant that
 comes, or comes back, counts as having used `CREDIT_SECONDS` less than those at work: one that asks
 for less than its share waits for the rest of one step, and not behind a prompt of another one
 (as Linux's fair scheduler places a task that wakes). Models whose items or prompts are never cut
@@ -55,6 +56,12 @@ SLICE_SECONDS = 0.003
 MIN_SLICE_TOKENS = 32
 FIRST_SLICE_TOKENS = 128
 """As long as it is not known how long tokens take."""
+SHARED_SECONDS = 60.0
+"""So long after requests of two tenants one that is alone computes prompts in steps that nobody
+would wait long for: a tenant that asks every few seconds would else wait for a step of as many
+tokens as there is room for, each time."""
+STEP_SECONDS = 0.02
+"""For tokens of prompts in such a step."""
 CREDIT_SECONDS = 0.05
 """That a tenant may use, times its weight, before the others' prompts when it comes back."""
 NOBODY: frozenset[str] = frozenset()
@@ -184,6 +191,10 @@ class DecodeShares:
         self._num_turns = 0
         self.measures = False
         """Whether the last step was chosen for while several tenants were served."""
+        self._last_tenant: str | None = None
+        """That had something to compute in the last step of one tenant."""
+        self._shared_until = 0.0
+        """Until then a tenant that is alone may not be for long."""
         self.planned_at = 0.0
         """When the last step was chosen for."""
         self._done_at = 0.0
@@ -196,13 +207,27 @@ class DecodeShares:
         self.measures = not self._is_one_tenant
         self.behind = NOBODY
         if not self.measures:
+            self._note_alone()
             return decodes
+        self._shared_until = self.planned_at + SHARED_SECONDS
         self._note_served()
         decodes = self._limited(decodes)
         if self._cuts_prompts and self._times.prompt_token:  # else nobody pays for prompts
             self._behind_decodes = self._behind(s.request.tenant for s in decodes)
             self.behind = self._behind(self._working)
         return decodes
+
+    def _note_alone(self) -> None:
+        """Tenants that are served one after the other share the engine, too."""
+        queues = self._state.queues
+        tenant = next(iter(queues.active_of), None)
+        if tenant is None and queues.waiting:
+            tenant = queues.waiting[0].request.tenant
+        if tenant is None or tenant == self._last_tenant:
+            return
+        if self._last_tenant is not None:
+            self._shared_until = self.planned_at + SHARED_SECONDS
+        self._last_tenant = tenant
 
     def _behind(self, tenants: Iterable[str]) -> frozenset[str]:
         """Tenants that have used more than one of these."""
@@ -217,9 +242,13 @@ class DecodeShares:
     @property
     def prompt_tokens(self) -> int | None:
         """Most tokens of prompts that the step computes; None: as many as there is room for."""
-        if not (self.measures and self._cuts_prompts):
+        if not self._cuts_prompts:
             return None
         cost = self._times.prompt_token
+        if not self.measures:
+            if not cost or self.planned_at >= self._shared_until:
+                return None
+            return max(MIN_SLICE_TOKENS, int(max(STEP_SECONDS, self._times.fixed) / cost))
         if not cost:
             return FIRST_SLICE_TOKENS
         return max(MIN_SLICE_TOKENS, int(max(SLICE_SECONDS, self._times.fixed) / cost))

@@ -171,7 +171,7 @@ class Planner:
         ended = self._ended_prompts()
         decodes = shares.choose(self._decodes(ended))
         tokens = self._max_tokens
-        if shares.measures and (most := shares.prompt_tokens) is not None:
+        if (most := shares.prompt_tokens) is not None:
             tokens = min(tokens, len(decodes) + most)
         step = StepPass(self.step_id + 1, tokens, self._max_encoder_rows)
         if decodes:

@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 from lookonce.core.decode_shares import (
     CREDIT_SECONDS,
     LINGER_SECONDS,
+    SHARED_SECONDS,
     SLICE_SECONDS,
+    STEP_SECONDS,
     StepTimes,
     row_limits,
 )
@@ -153,6 +155,29 @@ def test_prompts_are_computed_whole_where_one_tenant_is_alone() -> None:
     engine.run()
     sizes = [sum(chunk.num_tokens for chunk in plan.scheduled) for plan in engine.plans]
     assert sizes.count(LIMITS.max_num_batched_tokens) >= 39
+
+
+def test_who_comes_after_a_while_waits_for_no_long_step_of_who_was_alone() -> None:
+    """Long steps are for who has the engine for itself."""
+    whole = 640
+    engine = Engine(replace(LIMITS, num_blocks=4000, max_num_batched_tokens=whole), COSTS)
+    numbers = iter(range(100))
+
+    def largest_step(*tenants: str) -> int:
+        """Of one prompt after the other."""
+        num_plans = len(engine.plans)
+        for tenant in tenants:
+            engine.add(prompt(tenant, f"{tenant}{next(numbers)}", 5 * whole))
+            engine.run()
+        return max(sum(c.num_tokens for c in plan.scheduled) for plan in engine.plans[num_plans:])
+
+    assert largest_step("many", "many") == whole
+    largest_step("one")
+    short = round(STEP_SECONDS / COSTS.token)
+    assert largest_step("many", "many") <= short + 1
+    engine.now += SHARED_SECONDS
+    assert largest_step("many") == whole
+    assert largest_step("one", "many") <= short + 1
 
 
 def test_who_asks_for_little_decodes_alone_and_who_asks_for_much_does_not() -> None:
