@@ -78,9 +78,11 @@ MAX_PIPELINED = 24
 """Requests of one connection that may wait for the one being served."""
 LARGE_BODY_BYTES = 64 * 1024
 """Where more of a body has come, each read looks whether its client is still there."""
-UNREAD_BODY_BYTES = 512 * 1024
-"""Bytes of a body that may wait for the application. To stop and go on costs as much as to read
-64 kB. What a body has beyond so many is read in turns."""
+UNREAD_BODY_BYTES = 128 * 1024
+"""Bytes of a body that may wait for the application, which is less than the event loop reads at a
+time. What a body has beyond so many is read in turns: were the beginnings of all large bodies read
+in one turn of the loop, everybody else would wait for all of them. To stop and go on costs as much
+as to read 64 kB."""
 WRITE_NOW = "lookonce.write_now"
 """ASGI extension: its `write` writes a chunk of a streamed answer at once, without a task."""
 CHUNK_OVERHEAD = 32
