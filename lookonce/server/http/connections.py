@@ -76,6 +76,8 @@ CHUNK_COST_BYTES = 512
 """As many as could be dropped in ten times the microsecond that a chunk takes."""
 MAX_PIPELINED = 24
 """Requests of one connection that may wait for the one being served."""
+UNREAD_SECONDS = 3.0
+"""Who leaves an answer unread for so long gives way to a new connection where there is no room."""
 LARGE_BODY_BYTES = 64 * 1024
 """Where more of a body has come, each read looks whether its client is still there."""
 UNREAD_BODY_BYTES = 128 * 1024
@@ -164,6 +166,8 @@ class HttpProtocol(HttpToolsProtocol):
         """When the client stopped reading its answer."""
         self._handshake: asyncio.Task[Any] | None = None
         self._aborted = False
+        self._served: Any = None
+        """The cycle of the request that is served; `cycle` is that of the last one that came."""
 
     # --- the connection ---
 
@@ -181,9 +185,18 @@ class HttpProtocol(HttpToolsProtocol):
         if transport.get_extra_info("ssl_object") is not None:
             self._deadline = self._table.now + self._limits.header_timeout
 
+    def _start_asgi_task(self, cycle: Any, app: Any) -> None:
+        self._served = cycle
+        super()._start_asgi_task(cycle, app)
+
     def connection_lost(self, exc: Exception | None) -> None:
+        """As uvicorn's, which tells the application only of the last request that came."""
         super().connection_lost(exc)
-        for cycle in (self.cycle, *(cycle for cycle, _ in self.pipeline)):
+        served = self._served
+        if served is not None and not served.response_complete:
+            served.disconnected = True
+            served.message_event.set()
+        for cycle in (self.cycle, served, *(cycle for cycle, _ in self.pipeline)):
             if cycle is not None:
                 cycle.body = bytearray()  # it lives until it is collected, and nobody reads more
         self._table.remove(self)
@@ -194,9 +207,11 @@ class HttpProtocol(HttpToolsProtocol):
             self._deadline = min(self._deadline, self._table.now + seconds)
 
     def evict(self) -> bool:
-        """Close the connection, if no whole request of it is being served and it is not closed
-        already: the event loop tells of its end in its next turn."""
-        if self._aborted or self.phase == "serving" or (self.phase == "body" and self.pipeline):
+        """Close the connection, if it is not closed already, and no whole request of it is being
+        served or its client does not read the answer: the event loop tells of its end in its next
+        turn."""
+        serving = self.phase == "serving" or (self.phase == "body" and self.pipeline)
+        if self._aborted or (serving and self._table.now - self._unread_since < UNREAD_SECONDS):
             return False
         self._abort()
         return True
@@ -736,13 +751,18 @@ class Connections:
     def evict_one(self) -> bool:
         """Close the oldest connection that waits for its client, of the address that has most.
 
-        Among one address's those come first that never sent a request, those that are sending one
-        last.
+        Among one address's those come first that never sent a request, then those that sent one,
+        then those that are sending one, and last those that leave an answer unread.
         """
         for address in sorted(self._by_address, key=lambda a: -len(self._by_address[a])):
             held = list(self._by_address[address])
             for connection in sorted(
-                held, key=lambda each: (each.phase == "body", each.num_requests > 0)
+                held,
+                key=lambda each: (
+                    each.phase == "serving",
+                    each.phase == "body",
+                    each.num_requests > 0,
+                ),
             ):
                 if connection.evict():
                     self._evicted.add()

@@ -282,6 +282,49 @@ def test_room_is_made_by_the_address_that_has_most_and_never_by_who_is_served():
     on_connections(scenario)
 
 
+def test_who_leaves_an_answer_unread_makes_room_last():
+    async def scenario(running):
+        served, wire = running.connect("many")
+        served.data_received(VERSION)
+        await settle()
+        served.pause_writing()
+        running.pass_seconds(1)
+        assert not running.table.evict_one()
+        running.pass_seconds(3)
+        _, silent = running.connect("many")
+        assert running.table.evict_one()
+        assert (silent.state, wire.state) == ("aborted", "open")
+        assert running.table.evict_one()
+        assert wire.state == "aborted"
+        served.connection_lost(None)
+
+    on_connections(scenario)
+
+
+class Computes:
+    """An application that answers when its client has left, and notes that."""
+
+    def __init__(self):
+        self.told = []
+
+    async def __call__(self, scope, receive, send):
+        await receive()
+        self.told.append((await receive())["type"])
+
+
+def test_a_request_ends_with_its_client_though_another_one_came_behind_it():
+    async def scenario(running):
+        running.app = Computes()
+        protocol, _ = running.connect()
+        protocol.data_received(VERSION + VERSION)
+        await settle()
+        protocol.connection_lost(None)
+        await settle()
+        assert running.app.told == ["http.disconnect"]
+
+    on_connections(scenario)
+
+
 def test_a_connection_counts_until_it_is_lost_and_once():
     async def scenario(running):
         protocol, _ = running.connect()
