@@ -173,7 +173,7 @@ class Member:
         num_silent = 0
         while True:
             self._looks.clear()
-            ready = self.state.accepts  # as long as nothing was found out
+            ready: bool | None = None  # nothing was found out
             try:
                 ready = await self._probe()
                 num_silent = 0
@@ -184,7 +184,8 @@ class Member:
                     self._give_up()
             except NoDescriptorError:
                 pass
-            self.state.accepts = ready and not self.draining
+            if ready is not None:  # `look` may have been called meanwhile
+                self.state.accepts = ready and not self.draining
             self._on_look()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(PROBE_SECONDS):

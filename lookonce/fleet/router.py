@@ -511,9 +511,10 @@ class Router:
         """Learn what the request's prompt has become at the engine."""
         named = [*self._running.get(computed.request_id, ()), *self._told(computed.request_id)]
         routes = [route for route in named if route.engine is engine]
+        for route in routes:
+            route.computed = True  # none of them is awaited after it has ended
         if len(routes) != 1:
             return  # none of ours, or nobody knows whose it is
-        routes[0].computed = True
         identity = routes[0].identity
         media_tokens = 0
         if len(computed.items) == len(identity.media):

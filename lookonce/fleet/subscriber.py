@@ -269,6 +269,12 @@ class EventSubscriber:
             except TimeoutError:
                 self._stopped.wait(RETRY_SECONDS)
                 begun.clear()
+            except self._zmq.ContextTerminated:
+                raise
+            except self._zmq.ZMQError as error:  # this process has no descriptor left
+                logger.error("events of %s cannot be asked for: %s", self._addresses[0], error)
+                self._stopped.wait(RETRY_SECONDS)
+                begun.clear()
             except (ProtocolError, ValueError):  # ValueError: messages of other frames
                 logger.exception("events of %s cannot be read", self._addresses[0])
                 self._stopped.wait(RETRY_SECONDS)

@@ -684,6 +684,10 @@ def test_two_requests_of_one_id_do_not_teach_of_each_other() -> None:
     router.check_integrity()
     later = [identity(chat("another prompt", [cat]), tenant) for tenant in ("a", "b")]
     assert [router.route("other", each).work.num_known for each in later] == [0, 0]
+    third = router.route("same", identity(chat([cat]), "c"))  # whose prompt is told alone
+    router.apply(engine, [told])
+    router.ended("same", third)
+    assert router.route("another", identity(chat("x", [cat]), "c")).work.num_known == 1
 
 
 def test_a_prompt_is_known_where_its_answer_ended_before_its_engine_told() -> None:

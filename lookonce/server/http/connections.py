@@ -981,16 +981,15 @@ class Acceptor:
                 if error.errno not in SHORTAGES:
                     raise
                 logger.warning("no connection can be accepted: %s", error.strerror)
-                self.pause()
-                self._loop.call_later(SHORTAGE_SECONDS, self.resume)
+                self._rest_for(SHORTAGE_SECONDS)  # the end of a connection does not resume
                 self._connections.evict_one()
                 return
             self._connect(accepted, _client_address(peer))
-        self._rest_a_moment()
+        self._rest_for(REST_SECONDS)
 
-    def _rest_a_moment(self) -> None:
+    def _rest_for(self, seconds: float) -> None:
         self.pause()
-        self._rest = self._loop.call_later(REST_SECONDS, self._end_rest)
+        self._rest = self._loop.call_later(seconds, self._end_rest)
 
     def _end_rest(self) -> None:
         self._rest = None

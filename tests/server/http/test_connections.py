@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import resource
 import socket
 from contextlib import ExitStack
@@ -416,6 +417,37 @@ def test_a_connection_that_is_cancelled_while_it_is_made_is_not_counted_for_ever
             await until(lambda: "http_refused_total:handshake" in running.counts.read())
             client.close()
             assert running.table.total == 0
+            acceptor.close()
+            await acceptor.wait_closed()
+
+    on_connections(scenario)
+
+
+class Short:
+    """A listening socket of a process that has no descriptor left."""
+
+    def __init__(self, listener):
+        self._listener, self.num_tried = listener, 0
+
+    def accept(self):
+        self.num_tried += 1
+        raise OSError(errno.EMFILE, "too many open files")
+
+    def __getattr__(self, name):
+        return getattr(self._listener, name)
+
+
+def test_without_descriptors_none_is_accepted_for_a_while_whoever_leaves():
+    async def scenario(running):
+        with socket.create_server(("127.0.0.1", 0)) as listener, connection(listener):
+            short = Short(listener)
+            acceptor = Acceptor(short, running.table, running.protocol, None)
+            acceptor.resume()
+            await until(lambda: short.num_tried)
+            for _ in range(20):
+                running.table.on_room()
+                await settle()
+            assert short.num_tried == 1
             acceptor.close()
             await acceptor.wait_closed()
 
