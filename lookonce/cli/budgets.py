@@ -116,7 +116,7 @@ BUDGETS = (
     Budget("stored items of a page", LARGEST_PAGE, "bytes", "request",
            "the page ends earlier, after one item at least"),
     Budget("large bodies and files on the event loop", "turns", "bytes", "tenant",
-           "waits for the others' turns; of its own the first comes first"),
+           "waits for the others' turns"),
     Budget("bodies and fetched media of requests that are being served",
            f"{LARGEST_BODIES_HELD} largest bodies; half where there are several tenants", "bytes",
            "tenant", "429"),

@@ -271,7 +271,9 @@ class DecodeShares:
         if not limits:
             return decodes
         chosen = set(decodes)
-        behind = self._behind(s.request.tenant for s in decodes)
+        behind = NOBODY
+        if self._cuts_prompts:  # else its prompts would go on being charged
+            behind = self._behind(s.request.tenant for s in decodes)
         for tenant, limit in limits.items():
             if tenant in behind:
                 limit = 0

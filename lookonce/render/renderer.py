@@ -157,10 +157,9 @@ class Renderer:
 
     # --- prompts ------------------------------------------------------------------------------
 
-    async def loop_turn(self, tenant: str, nbytes: int, order: int = 0) -> None:
-        """Wait for the tenant's turn to hold the event loop with so many bytes; of its own the
-        least `order` comes first."""
-        await self._encoder.loop_turns.turn(tenant, nbytes, order)
+    async def loop_turn(self, tenant: str, nbytes: int) -> None:
+        """Wait for the tenant's turn to hold the event loop with so many bytes."""
+        await self._encoder.loop_turns.turn(tenant, nbytes)
 
     async def in_turn_if(self, large: bool, tenant: str, work: Callable[[], T]) -> T:
         """The result of `work` on what a client sent: where that is `large` in a thread, when it is

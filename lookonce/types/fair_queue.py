@@ -16,11 +16,9 @@ from __future__ import annotations
 
 import asyncio
 import math
-from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from operator import itemgetter
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -143,34 +141,27 @@ class DeficitRoundRobin:
 class FairQueue(Generic[T]):
     """Jobs of many tenants, taken by one owner; not safe to share between threads without a lock.
 
-    `quantum` is in units of cost. Jobs of one tenant are taken by their `order`, equal ones as they
-    came.
+    `quantum` is in units of cost. Jobs of one tenant keep their order.
     """
 
     def __init__(self, quantum: float, weights: TenantWeights | None = None) -> None:
         self._turns = DeficitRoundRobin(quantum)
         self._weights = weights or TenantWeights()
-        self._jobs: dict[str, deque[tuple[T, float, int]]] = {}
-        """Tenant → (job, cost, order), the next first; none is empty."""
+        self._jobs: dict[str, deque[tuple[T, float]]] = {}
+        """Tenant → (job, cost), the oldest first; none is empty."""
 
     def __len__(self) -> int:
         return sum(map(len, self._jobs.values()))
 
     def __iter__(self) -> Iterator[T]:
-        return (job for jobs in self._jobs.values() for job, *_ in jobs)
+        return (job for jobs in self._jobs.values() for job, _ in jobs)
 
-    def push(
-        self, tenant: str, job: T, cost: float, weight: float | None = None, *, order: int = 0
-    ) -> None:
+    def push(self, tenant: str, job: T, cost: float, weight: float | None = None) -> None:
         """`weight` is the tenant's, where the queue's `weights` do not know it."""
         if tenant not in self._jobs:
             self._jobs[tenant] = deque()
             self._turns.join(tenant, self._weights.of(tenant) if weight is None else weight)
-        jobs, entry = self._jobs[tenant], (job, max(1, cost), order)
-        if not jobs or order >= jobs[-1][2]:
-            jobs.append(entry)
-        else:
-            jobs.insert(bisect_right(jobs, order, key=itemgetter(2)), entry)
+        self._jobs[tenant].append((job, max(1, cost)))
 
     def pop(self, allowed: Callable[[str], bool] = lambda tenant: True) -> tuple[str, T] | None:
         """The next tenant and its job, of the tenants that `allowed` lets have one now.
@@ -182,7 +173,7 @@ class FairQueue(Generic[T]):
         if not heads:
             return None
         tenant = self._turns.choose(heads, waiting)
-        job, cost, _ = self._jobs[tenant].popleft()
+        job, cost = self._jobs[tenant].popleft()
         self._turns.charge(tenant, cost)
         self._leave_if_empty(tenant)
         return tenant, job
@@ -228,17 +219,16 @@ class LoopTurns:
         self._resting = True
         """No piece has begun since the loop's last turn."""
 
-    async def turn(self, tenant: str, nbytes: int, order: int = 0) -> None:
+    async def turn(self, tenant: str, nbytes: int) -> None:
         """Returns when it is the turn of a piece of so many bytes, which the caller does at once;
-        without waiting where there is no other. Of a tenant's own pieces the least `order` comes
-        first."""
+        without waiting where there is no other."""
         loop = asyncio.get_running_loop()
         if self._resting:
             self._resting = False
             loop.call_soon(self._next)
             return
         begins = loop.create_future()
-        self._queue.push(tenant, begins, nbytes, order=order)
+        self._queue.push(tenant, begins, nbytes)
         try:
             await begins
         except asyncio.CancelledError:

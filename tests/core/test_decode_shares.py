@@ -22,7 +22,7 @@ from lookonce.core.decode_shares import (
 )
 from lookonce.types.request import GenerateRequest
 from lookonce.types.sampling import SamplingParams
-from tests.support.core.builders import Limits, request, text
+from tests.support.core.builders import Limits, model_info, request, text
 from tests.support.core.engine import COUNTS_STEPS, Engine, StepCosts
 
 LIMITS = Limits(num_blocks=1000, max_num_batched_tokens=64, max_num_seqs=40)
@@ -31,8 +31,8 @@ COSTS = StepCosts(fixed=0.001, decode=0.0005, token=0.0002)
 
 
 class TimedEngine(Engine):
-    def __init__(self, costs: StepCosts = COSTS) -> None:
-        super().__init__(LIMITS, costs)
+    def __init__(self, costs: StepCosts = COSTS, limits: Limits = LIMITS) -> None:
+        super().__init__(limits, costs)
 
     def rows(self, first_id: int, end: int) -> int:
         """Of the last plan, sequences with ids in `[first_id, end)`."""
@@ -197,6 +197,26 @@ def test_who_asks_for_little_decodes_alone_and_who_asks_for_much_does_not() -> N
     alone = [len(plan.scheduled) == 1 for plan in engine.plans[num_plans:]]
     seconds = sum(alone) * (COSTS.fixed + COSTS.decode)
     assert seconds <= CREDIT_SECONDS + (len(alone) - sum(alone)) * COSTS.decode * MANY
+
+
+def test_answers_go_on_beside_prompts_of_their_tenant_that_nothing_holds_back() -> None:
+    """Of models whose prompts are never cut, whatever a tenant has used."""
+    model = model_info(unsplittable=("image",))
+    engine = TimedEngine(limits=replace(LIMITS, model=model))
+    engine.add(answering("many", "many", 400, n=MANY))
+    engine.run_for(0.2)
+    engine.add(answering("one", "first", 10))
+    engine.seconds_to_end("first")
+    engine.add(answering("one", "long", 300))
+    last, longest = engine.now, 0.0
+    for number in range(200):
+        if number % 2:
+            engine.add(prompt("many", f"m{number}", 60))
+        engine.step()
+        if engine.rows(0, MANY):
+            last = engine.now
+        longest = max(longest, engine.now - last)
+    assert longest <= CREDIT_SECONDS
 
 
 def test_the_sequences_of_the_other_tenant_take_turns() -> None:

@@ -150,10 +150,3 @@ def test_a_piece_that_is_left_takes_no_turn():
         assert [isinstance(each, asyncio.CancelledError) for each in done] == [False, True, False]
 
     asyncio.run(scenario())
-
-
-def test_of_one_tenant_the_least_order_comes_first_and_equal_ones_as_they_came():
-    queue = FairQueue(QUANTUM)
-    for order, job in ((3, "d"), (1, "b"), (3, "e"), (2, "c"), (1, "b2"), (0, "a")):
-        queue.push("tenant", job, 1, order=order)
-    assert drained(queue) == ["a", "b", "b2", "c", "d", "e"]

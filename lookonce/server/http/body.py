@@ -13,7 +13,6 @@ import typing
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from itertools import count
 from typing import Any, TypeVar
 
 import msgspec
@@ -57,8 +56,6 @@ MAX_LOCATED = 1 << 16
 """Commas of a body that is searched for the part at fault, in Python; in others it is named as
 msgspec does, which may leave positions out (`messages[...]`)."""
 SLICE_BYTES = 1 << 20
-_orders = count()
-"""Of bodies, as they begin to be read."""
 HEADROOM = 200
 """Frames that a thread adds to its stack before it decodes: the event loop's stack is deeper, and
 what is nested too deeply to be encoded there must not be decoded."""
@@ -90,15 +87,12 @@ async def read_body(request: Request, limit: int) -> bytes:
 async def read_chunks(request: Request, limit: int, take: Callable[[bytes], object]) -> None:
     """Give `take` the body as it comes. Raises `ClientLeftError`, `TooLargeError` as soon as
     more than `limit` bytes are declared or read, and `QueueFullError` where the tenant's requests
-    hold too much together; small bodies do not count.
-
-    Of a tenant's large bodies the one comes first that began first: were all read side by side,
-    most of each would be held."""
+    hold too much together; small bodies do not count."""
     declared = header(request.scope, b"content-length")
     if declared.isdigit() and int(declared) > limit:
         raise TooLargeError(f"the body has {declared} bytes, {limit} are allowed")
     held = current_held_bytes.get()
-    size, counted, more, order = 0, 0, True, next(_orders)
+    size, counted, more = 0, 0, True
     while more:
         message = await request.receive()
         if message["type"] == "http.disconnect":
@@ -111,7 +105,7 @@ async def read_chunks(request: Request, limit: int, take: Callable[[bytes], obje
             if held is not None:
                 held.take(size - counted)
                 counted = size
-            await _loop_turn(request, num_bytes, order)
+            await _loop_turn(request, num_bytes)
         take(message.get("body", b""))
 
 
@@ -136,12 +130,12 @@ async def decoded_body(request: Request, body: bytes, decode: Callable[[], D]) -
     return await services.renderer.in_turn_if(True, principal.tenant, checked)
 
 
-async def _loop_turn(request: Request, nbytes: int, order: int = 0) -> None:
+async def _loop_turn(request: Request, nbytes: int) -> None:
     """Wait for the tenant's turn to hold the event loop with so many bytes of a large body. What
     comes meanwhile is not read."""
     services: Services = request.app.state.services
     principal: Principal = request.state.principal
-    await services.renderer.loop_turn(principal.tenant, nbytes, order)
+    await services.renderer.loop_turn(principal.tenant, nbytes)
 
 
 def _deeper(frames: int, work: Callable[[], D]) -> D:

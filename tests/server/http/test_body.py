@@ -31,7 +31,6 @@ from lookonce.server.http.body import (
     SMALL_BODY_BYTES,
     parse,
     read_body,
-    read_chunks,
     receive,
 )
 from lookonce.server.http.responses import ClientLeftError
@@ -258,59 +257,31 @@ def test_more_tokens_than_the_model_takes_are_not_decoded(folder):
     run(scenario())
 
 
-class Uploads:
-    """Bodies of one tenant that come side by side; notes whose parts are taken."""
+def request_of(messages):
+    async def receives():
+        return next(messages)
 
-    def __init__(self):
-        self.renderer, self.taken = ByteRenderer(), []
-
-    def request(self, messages):
-        async def receives():
-            await asyncio.sleep(0)
-            return next(messages)
-
-        app = SimpleNamespace(
-            state=SimpleNamespace(services=SimpleNamespace(renderer=self.renderer))
-        )
-        request = Request({"type": "http", "headers": [], "app": app}, receives)
-        request.state.principal = SimpleNamespace(tenant="tenant")
-        return request
-
-    async def read(self, name, messages):
-        await read_chunks(self.request(messages), 1 << 30, lambda part: self.taken.append(name))
+    services = SimpleNamespace(renderer=ByteRenderer())
+    app = SimpleNamespace(state=SimpleNamespace(services=services))
+    request = Request({"type": "http", "headers": [], "app": app}, receives)
+    request.state.principal = SimpleNamespace(tenant="tenant")
+    return request
 
 
 PART_BYTES = 2 * SMALL_BODY_BYTES
 
 
-def parts(count, *, whole=True):
-    for number in range(count):
-        more = not whole or number + 1 < count
-        yield {"type": "http.request", "body": bytes(PART_BYTES), "more_body": more}
+def parts(count):
+    """Of a body whose client leaves then."""
+    for _ in range(count):
+        yield {"type": "http.request", "body": bytes(PART_BYTES), "more_body": True}
     yield {"type": "http.disconnect"}
-
-
-def test_of_one_tenant_s_large_bodies_the_first_is_read_first():
-    """What is held of those that wait is little more than their beginnings."""
-
-    async def scenario():
-        uploads = Uploads()
-        async with asyncio.TaskGroup() as group:
-            for number in range(10):
-                group.create_task(uploads.read(number, parts(20)))
-        return uploads.taken
-
-    taken = asyncio.run(scenario())
-    ends = [max(at for at, name in enumerate(taken) if name == number) for number in range(10)]
-    assert ends == sorted(ends)
-    assert ends[0] < 3 * 20
-    assert len(taken) == 10 * 20
 
 
 def test_nothing_of_a_body_is_held_once_its_client_has_left():
     async def scenario():
         with pytest.raises(ClientLeftError) as left:  # which has the frames that read the body
-            await read_body(Uploads().request(parts(50, whole=False)), 1 << 30)
+            await read_body(request_of(parts(50)), 1 << 30)
         return left, tracemalloc.get_traced_memory()[0]
 
     tracemalloc.start()

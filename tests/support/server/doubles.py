@@ -93,8 +93,8 @@ class ByteRenderer:
         self.turns = LongTextThreads()
         self.loop_turns = LoopTurns()
 
-    async def loop_turn(self, tenant: str, nbytes: int, order: int = 0) -> None:
-        await self.loop_turns.turn(tenant, nbytes, order)
+    async def loop_turn(self, tenant: str, nbytes: int) -> None:
+        await self.loop_turns.turn(tenant, nbytes)
 
     async def in_turn_if(self, large: bool, tenant: str, work: Callable[[], T]) -> T:
         return await self.turns.run(work, tenant, 1) if large else work()
