@@ -90,7 +90,7 @@ BUDGETS = (
            "address", "waits for the others' turns"),
     Budget("time between requests", _option("keep_alive_timeout"), "s", "connection", "closed"),
     Budget("time an answer is not read", _CONNECTIONS.write_timeout, "s", "connection", "closed"),
-    Budget("pipelined requests", MAX_PIPELINED, "requests", "connection", "429"),
+    Budget("pipelined requests", MAX_PIPELINED, "requests", "connection", "closed"),
     Budget("log lines of one line of code", MAX_LINES, "lines/min", "process",
            "left out, and counted"),
     # of a tenant

@@ -92,7 +92,7 @@ def run_simulate(asked: Asked) -> int:
             "prices": prices.measured_on,
             "runs": [
                 {
-                    "config": msgspec.to_builtins(outcome.spec),
+                    "config": _config_of(outcome.spec),
                     "cost": cost_of(outcome.spec, costs),
                     "wall_seconds": seconds,
                     "resident_bytes": outcome.resident_bytes,
@@ -106,6 +106,14 @@ def run_simulate(asked: Asked) -> int:
     if asked.plot is not None:
         write_plots(asked.plot, {name_of(outcome.spec): outcome for outcome in found})
     return 0
+
+
+def _config_of(spec: FleetSpec) -> dict[str, Any]:
+    """As JSON has it, without what tiers are asked with."""
+    told: dict[str, Any] = msgspec.to_builtins(spec)
+    for tier in (*told["engine"]["kv_tiers"], *told["engine"]["encoder_tiers"]):
+        del tier["username"], tier["password"]
+    return told
 
 
 def _check_files(asked: Asked) -> None:

@@ -53,6 +53,8 @@ MAX_UNTOLD_PIECES = 65_536
 """Of prompts whose answers ended before their engines told that they were computed."""
 RATE_WEIGHT = 0.3
 """Of a new measurement beside those before."""
+MOST_PROCESSING = 3.0
+"""Times what a medium's processing was taken to cost: one huge picture does not make all dear."""
 MIN_LOADS = 4
 """Measurements after which an engine's own rates are used."""
 MIN_TOKENS = 32
@@ -784,7 +786,8 @@ class Router:
             rates = route.engine.rates
             rest = (seconds - route.work.prompt - missing * rates.encoder_run) / missing
             if rest > 0:
-                rates.processing += RATE_WEIGHT * (min(rest, 10.0) - rates.processing)
+                most = MOST_PROCESSING * rates.processing
+                rates.processing += RATE_WEIGHT * (min(rest, most) - rates.processing)
 
     def ended(self, request_id: str, route: Route, *, failed: bool = False) -> None:
         """It is answered, aborted or failed. Of a `failed` one nothing was computed."""

@@ -47,6 +47,17 @@ def test_every_combination_is_simulated_and_told(
     assert (tmp_path / "plot.svg").read_text().count("<polyline") == 12
 
 
+def test_figures_have_nothing_that_tiers_are_asked_with(tmp_path: Path) -> None:
+    path = tmp_path / "figures.json"
+    tier = "valkey://somebody:canary@tier.example:6379"
+    assert (
+        run_simulate(Asked(trace="fresh", kv_tier=(tier,), shape=("requests=2",), json_file=path))
+        == 0
+    )
+    assert "tier.example" in path.read_text()
+    assert "canary" not in path.read_text()
+
+
 def test_per_engine_grows_the_trace_with_the_fleet(tmp_path: Path) -> None:
     path = tmp_path / "figures.json"
     run_simulate(

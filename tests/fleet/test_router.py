@@ -625,11 +625,18 @@ def test_a_picture_that_took_long_does_not_make_an_engine_slow() -> None:
         for n in range(1, 9):
             told = load(prompt_tokens=1000 + 1000 * n, prompt_seconds=1.0 + factor * n)
             fleet.router.apply(engine, [told])
-    for other, seconds in (("b", 5.0), ("a", 0.3)):
-        name, route = fleet.send(identity(chat([picture(other.encode())])), (other,))
+    a, b = fleet.router.engines.values()
+
+    def answer(other: str, picture_name: str, seconds: float) -> None:
+        name, route = fleet.send(identity(chat([picture(picture_name.encode())])), (other,))
         fleet.router.answered(route, seconds)
         fleet.router.ended(name, route)
-    a, b = fleet.router.engines.values()
+
+    answer("a", "small", 0.3)
+    answer("b", "huge", 5.0)
+    assert 1 < a.rates.processing / b.rates.processing < 2, "one picture says little of others"
+    for number in range(5):
+        answer("b", f"huge {number}", 5.0)
     assert a.rates.processing > 5 * b.rates.processing
     used = [fleet.send(identity(chat(f"{n}" * 4000)))[1].engine for n in range(6)]
     assert used.count(a) == used.count(b) == 3

@@ -65,6 +65,8 @@ REPLAY_HIGH_WATER_MARK = 64
 MAX_REPLAYS = 64
 """Clients that are answered at a time, of more the one that asked first loses the rest; and
 requests that one client may have sent before the first of them is answered."""
+MAX_RECEIVED_BYTES = 512
+"""Of a frame from a client (a request, a topic, a subscription): who sends more is disconnected."""
 REPLAY_SECONDS = 10.0
 """How long a client that is answered may read nothing; then it loses the rest, and asks again."""
 BLOCKED_MILLISECONDS = 1
@@ -493,6 +495,8 @@ class EventPublisher:
         bound = self._context.socket(kind)
         bound.setsockopt(self._zmq.LINGER, 0)
         bound.setsockopt(self._zmq.SNDHWM, most_queued)
+        bound.setsockopt(self._zmq.RCVHWM, MAX_REPLAYS)
+        bound.setsockopt(self._zmq.MAXMSGSIZE, MAX_RECEIVED_BYTES)
         bound.bind(address)
         return bound
 

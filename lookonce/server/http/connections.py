@@ -308,6 +308,11 @@ class HttpProtocol(HttpToolsProtocol):
         unread = unread_of_left(connection)
         return unread is not None and self._num_body_bytes + unread < int(declared)
 
+    def _has_left(self) -> bool:
+        """Whether the client has closed its side."""
+        connection = self.transport.get_extra_info("socket")
+        return connection is not None and unread_of_left(connection) is not None
+
     def _has_enough(self) -> bool:
         cycle = self.cycle
         return (
@@ -519,6 +524,8 @@ class HttpProtocol(HttpToolsProtocol):
     def check_deadline(self, now: float) -> None:
         if now - self._unread_since > self._limits.write_timeout:
             self._time_out("write")
+        elif self.pipeline and self.flow.read_paused and self._has_left():
+            self._abort()  # nothing is read, so that nothing else tells of its end
         elif now < self._deadline:
             return
         elif self.phase == "body" and self.flow.read_paused and not self.cycle.response_complete:

@@ -326,6 +326,31 @@ def test_a_request_ends_with_its_client_though_another_one_came_behind_it():
     on_connections(scenario)
 
 
+def test_a_client_that_left_is_noticed_while_a_request_of_it_waits_behind_another_one():
+    """Nothing is read of it then, not even its end."""
+
+    async def scenario(running):
+        loop, running.app = asyncio.get_running_loop(), Computes()
+        protocol = running.protocol("a")
+        running.table.add(protocol)
+        server = await loop.create_server(lambda: protocol, "127.0.0.1", 0)
+        with socket.create_connection(server.sockets[0].getsockname()) as client:
+            client.sendall(VERSION)
+            await until(lambda: protocol.phase == "serving")
+            await settle()
+            client.sendall(VERSION)
+            await until(lambda: protocol.flow.read_paused)
+            running.pass_seconds(2)
+            assert not running.app.told
+        running.pass_seconds(2)
+        await until(lambda: running.app.told)
+        assert running.app.told == ["http.disconnect"]
+        server.close()
+        await server.wait_closed()
+
+    on_connections(scenario)
+
+
 def test_a_connection_counts_until_it_is_lost_and_once():
     async def scenario(running):
         protocol, _ = running.connect()
