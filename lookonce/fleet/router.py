@@ -511,7 +511,10 @@ class Router:
 
     def _note_computed(self, engine: EngineState, computed: PromptComputed) -> None:
         """Learn what the request's prompt has become at the engine."""
-        named = [*self._running.get(computed.request_id, ()), *self._told(computed.request_id)]
+        named = [
+            *self._running.get(computed.request_id, ()),
+            *self._take_untold(computed.request_id),
+        ]
         routes = [route for route in named if route.engine is engine]
         for route in routes:
             route.computed = True  # none of them is awaited after it has ended
@@ -550,9 +553,9 @@ class Router:
         self._untold.setdefault(request_id, []).append(route)
         self._num_untold_pieces += len(route.identity.pieces)
         while self._num_untold_pieces > MAX_UNTOLD_PIECES:
-            self._told(next(iter(self._untold)))
+            self._take_untold(next(iter(self._untold)))
 
-    def _told(self, request_id: str) -> list[Route]:
+    def _take_untold(self, request_id: str) -> list[Route]:
         """The routes of this id that have ended; they are awaited no more."""
         routes = self._untold.pop(request_id, [])
         self._num_untold_pieces -= sum(len(route.identity.pieces) for route in routes)
