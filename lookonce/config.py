@@ -411,6 +411,10 @@ ENCODER_TOPIC, ITEM_TOPIC = "lookonce.encoder-outputs", "lookonce.items"
 """Of events about encoder outputs and processed items."""
 ENGINE_TOPIC = "lookonce.engine"
 """Of events about prompts that were computed, and of the engine's load."""
+REPLAY_SNAPSHOT, REPLAY_START = b"snapshot", b"start"
+"""What the replay socket of `--events` may be asked for, beside a number."""
+REPLAY_END = b"\xff" * 8
+"""In place of a number: after the last answer."""
 
 
 @dataclass(frozen=True, slots=True)

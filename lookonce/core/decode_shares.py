@@ -245,13 +245,12 @@ class DecodeShares:
         if not self._cuts_prompts:
             return None
         cost = self._times.prompt_token
-        if not self.measures:
-            if not cost or self.planned_at >= self._shared_until:
-                return None
-            return max(MIN_SLICE_TOKENS, int(max(STEP_SECONDS, self._times.fixed) / cost))
+        if not self.measures and (not cost or self.planned_at >= self._shared_until):
+            return None
         if not cost:
             return FIRST_SLICE_TOKENS
-        return max(MIN_SLICE_TOKENS, int(max(SLICE_SECONDS, self._times.fixed) / cost))
+        seconds = SLICE_SECONDS if self.measures else STEP_SECONDS
+        return max(MIN_SLICE_TOKENS, int(max(seconds, self._times.fixed) / cost))
 
     def note_no_decodes(self) -> None:
         """Nothing decodes after all: nobody's prompts wait for that."""

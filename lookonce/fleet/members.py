@@ -195,7 +195,7 @@ class Member:
     async def _probe(self) -> bool:
         """Whether the engine takes requests. Raises `TimeoutError` where it gives no answer, and
         `NoDescriptorError`."""
-        found = await self._told("/ready")
+        found = await self._probed("/ready")
         if found is None or found[0] != 200:
             self.without.clear()  # whatever comes back may be able to
             return False
@@ -224,13 +224,13 @@ class Member:
             return await self._learn_in_turn()
 
     async def _learn_in_turn(self) -> bool:
-        cache = await self._told("/inference/v1/media_cache")
+        cache = await self._probed("/inference/v1/media_cache")
         if cache is None or cache[0] != 200:
             return False
         try:
             told = Processor.told(self.address.model, msgspec.json.decode(cache[1]))
             if not self.cards or told != self.processor:
-                models = await self._told("/v1/models")
+                models = await self._probed("/v1/models")
                 if models is None or models[0] != 200:
                     return False
                 self.cards = list(msgspec.json.decode(models[1])["data"])
@@ -274,7 +274,7 @@ class Member:
                 self.state.adapters -= failed
         return True
 
-    async def _told(self, path: str) -> tuple[int, bytes] | None:
+    async def _probed(self, path: str) -> tuple[int, bytes] | None:
         """Status and body of a probe; None where the engine was lost. Raises `TimeoutError` where
         it gives no answer, and `NoDescriptorError`."""
         answer = await self._answer("GET", path, self._keys.headers(), b"", PROBE_TIMEOUT)

@@ -167,6 +167,7 @@ class Rendering:
                 told = await self._fleet.told_of(model.name)
                 async with open_served(model, told, self._fleet, self._server) as served:
                     self._served[model.name] = served
+                    self._failed.discard(model.name)
                     self._opened.set()
                     await asyncio.Event().wait()
             except LookOnceError as error:

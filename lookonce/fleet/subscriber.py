@@ -15,7 +15,14 @@ from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 
-from lookonce.config import ENCODER_TOPIC, ENGINE_TOPIC, ITEM_TOPIC
+from lookonce.config import (
+    ENCODER_TOPIC,
+    ENGINE_TOPIC,
+    ITEM_TOPIC,
+    REPLAY_END,
+    REPLAY_SNAPSHOT,
+    REPLAY_START,
+)
 from lookonce.errors import ProtocolError
 from lookonce.fleet.index import short
 
@@ -23,9 +30,6 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T", bound=msgspec.Struct)
 
-SNAPSHOT = b"snapshot"
-START = b"start"
-END_OF_REPLAY = b"\xff" * 8
 ANSWER_SECONDS = 5.0
 """How long the answers to one request may take."""
 RETRY_SECONDS = 0.5
@@ -105,7 +109,7 @@ class TopicReader:
         """Start with what is held now."""
         changes: list[Change] = []
         _, self._start = self._state()  # before the snapshot: a start after that is noticed later
-        for number, payload in self._ask(SNAPSHOT):
+        for number, payload in self._ask(REPLAY_SNAPSHOT):
             changes += self._read(payload)
             self._next = number + 1
         return changes
@@ -139,7 +143,7 @@ class TopicReader:
     def _state(self) -> tuple[int, bytes | None]:
         """The number of the last batch, and what names the engine's start. An engine of an older
         version does not know the question: (-1, None)."""
-        return next(iter(self._ask(START)), (-1, None))
+        return next(iter(self._ask(REPLAY_START)), (-1, None))
 
     def _catch_up(self, number: int) -> list[Change]:
         _, start = self._state()
@@ -313,7 +317,7 @@ class EventSubscriber:
             while (left := deadline - time.monotonic()) > 0:
                 if asked.poll(math.ceil(left * 1000)):
                     _, number, payload = asked.recv_multipart()
-                    if number == END_OF_REPLAY:
+                    if number == REPLAY_END:
                         return answers
                     answers.append((int.from_bytes(number, "big"), payload))
             raise TimeoutError("the engine does not answer")

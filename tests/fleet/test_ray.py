@@ -12,8 +12,7 @@ import json
 import os
 import signal
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ import pytest
 import yaml
 from PIL import Image
 
-from tests.support.live_server import LiveServer
+from tests.support.live_server import LiveServer, until
 
 pytest.importorskip("ray")
 pytestmark = [pytest.mark.fleet, pytest.mark.timeout(600)]
@@ -97,13 +96,6 @@ class RunningFleet:
             return pid == self.server.process.pid
 
         return [pid for pid, line in lines.items() if command in line and is_ours(pid)]
-
-
-def until(condition: Callable[[], object], seconds: float) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not come to that"
-        time.sleep(0.2)
 
 
 @pytest.fixture(scope="module")

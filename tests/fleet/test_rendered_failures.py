@@ -6,8 +6,7 @@ import asyncio
 import json
 import shutil
 import threading
-import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -42,6 +41,7 @@ from tests.support.fake_engine import (
     send_chunk,
 )
 from tests.support.fleet_frontends import RunningFrontend, running_frontend
+from tests.support.live_server import until
 
 pytestmark = pytest.mark.timeout(120)
 WORDS = {89: "o", 82: "h", 83: "i"}
@@ -96,7 +96,7 @@ class Fleet:
         self.frontend, self.fakes = frontend, fakes
         for fake in fakes:
             fake.answer, fake.received = generates(82, 83), []
-        until(lambda: len(frontend.fleet.ready()) == len(fakes))
+        until(lambda: len(frontend.fleet.ready()) == len(fakes), 30)
 
     def answered_by(self, answer: Answer, name: str | None = None) -> None:
         """By all engines, or one."""
@@ -117,13 +117,6 @@ class Fleet:
 @pytest.fixture
 def fleet(running: tuple[RunningFrontend, list[FakeEngine]]) -> Fleet:
     return Fleet(*running)
-
-
-def until(condition: Callable[[], object]) -> None:
-    end = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < end, "it did not come to that"
-        time.sleep(0.01)
 
 
 def event(*tokens: int, end: str | None = None, index: int = 0, **more: Any) -> bytes:
@@ -362,7 +355,7 @@ def test_a_stop_string_is_found_here_and_ends_the_stream_at_the_engine(fleet: Fl
     assert events[-1]["choices"][0]["stop_reason"] == "ih"
     (request,) = fleet.received
     assert "stop" not in request.json["sampling_params"]
-    until(lambda: any(fake.left.is_set() for fake in fleet.fakes))
+    until(lambda: any(fake.left.is_set() for fake in fleet.fakes), 30)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -480,8 +473,8 @@ def test_a_client_that_leaves_ends_its_request_at_the_engine(fleet: Fleet) -> No
     body = {"model": "nano", "prompt": "x", "stream": True}
     with httpx.stream("POST", f"{fleet.frontend.url}/v1/completions", json=body) as response:
         assert next(response.iter_lines()).startswith("data: ")
-    until(lambda: any(fake.left.is_set() for fake in fleet.fakes))
-    until(lambda: fleet.frontend.frontend.active == 0)
+    until(lambda: any(fake.left.is_set() for fake in fleet.fakes), 30)
+    until(lambda: fleet.frontend.frontend.active == 0, 30)
     assert not any(state.num_requests for state in fleet.frontend.fleet.router.engines.values())
 
 
@@ -573,8 +566,8 @@ def test_an_engine_whose_refusal_never_ends_is_not_read_to_its_end(
 def test_an_adapter_is_asked_for_where_it_is(fleet: Fleet) -> None:
     try:
         fleet.fakes[1].adapters["letters"] = "22" * 32
-        until(lambda: "letters" in fleet.frontend.fleet.router.models())
-        until(lambda: "letters" in fleet.frontend.fleet.processor_of("letters").adapters)
+        until(lambda: "letters" in fleet.frontend.fleet.router.models(), 30)
+        until(lambda: "letters" in fleet.frontend.fleet.processor_of("letters").adapters, 30)
         answer = fleet.ask(model="letters")
         assert answer.headers["x-lookonce-engine"] == "b"
         assert answer.json()["model"] == "letters"
@@ -582,7 +575,7 @@ def test_an_adapter_is_asked_for_where_it_is(fleet: Fleet) -> None:
         assert (request.target, request.json["model"]) == (GENERATE, "letters")
     finally:
         fleet.fakes[1].adapters.clear()
-        until(lambda: "letters" not in fleet.frontend.fleet.router.models())
+        until(lambda: "letters" not in fleet.frontend.fleet.router.models(), 30)
 
 
 @pytest.mark.parametrize("field", ["fingerprint", "files_digest"])
@@ -598,14 +591,14 @@ def test_engines_with_other_files_render_themselves(
 
     try:
         setattr(fleet.fakes[2], field, "ab" * 32)
-        until(lambda: len(known()) == 2)
+        until(lambda: len(known()) == 2, 30)
         for _ in range(3):
             fleet.ask()
             assert fleet.received[-1].target == CHAT
         assert caplog.text.count("c has other files") == 1
     finally:
         setattr(fleet.fakes[2], field, told)
-        until(lambda: len(known()) == 1)
+        until(lambda: len(known()) == 1, 30)
     fleet = Fleet(fleet.frontend, fleet.fakes)
     fleet.ask()
     assert [each.target for each in fleet.received] == [GENERATE]
@@ -633,7 +626,7 @@ def test_a_model_is_opened_once_its_files_are_those_of_its_engines(
             fleet.ask()
             return fleet.received[-1].target == GENERATE
 
-        until(is_rendered)
+        until(is_rendered, 30)
 
 
 def test_engines_that_tell_nothing_keep_no_front_end_waiting() -> None:

@@ -9,8 +9,7 @@ import json
 import os
 import signal
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -28,6 +27,7 @@ from tests.support.fleet_frontends import (
     running_engine,
     running_frontend,
 )
+from tests.support.live_server import until
 
 pytestmark = pytest.mark.timeout(300)
 RENDERED = [RenderedModel(name="nano", model="nano")]
@@ -343,8 +343,8 @@ def test_openais_client_streams_and_leaves(
     )
     next(iter(stream))
     stream.close()
-    until(lambda: running_requests(engines) == 0)
-    until(lambda: rendering.frontend.active == 0)
+    until(lambda: running_requests(engines) == 0, 60)
+    until(lambda: rendering.frontend.active == 0, 60)
 
 
 def test_a_request_is_aborted_by_its_id(engines: list[Engine], rendering: RunningFrontend) -> None:
@@ -361,7 +361,7 @@ def test_a_request_is_aborted_by_its_id(engines: list[Engine], rendering: Runnin
         rest = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
     reasons = [choice["finish_reason"] for event in rest for choice in event["choices"]]
     assert [reason for reason in reasons if reason] == ["abort", "abort"]
-    until(lambda: running_requests(engines) == 0)
+    until(lambda: running_requests(engines) == 0, 60)
 
 
 def running_requests(engines: list[Engine]) -> float:
@@ -369,13 +369,6 @@ def running_requests(engines: list[Engine]) -> float:
     lines = [line for text in found for line in text.splitlines()]
     name = "lookonce_num_requests_running"
     return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
-
-
-def until(condition: Callable[[], object]) -> None:
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end, "it did not come to that"
-        time.sleep(0.02)
 
 
 def test_tenants_are_apart(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -16,6 +16,7 @@ import pytest
 
 from lookonce.fleet.config import RenderedModel
 from tests.support.fleet_frontends import Engine, running_engine, running_frontend
+from tests.support.live_server import until
 
 pytestmark = pytest.mark.timeout(300)
 GIVEN_UP_SECONDS = 20.0
@@ -26,13 +27,6 @@ GIVEN_UP_SECONDS = 20.0
 def engines() -> Iterator[dict[str, Engine]]:
     with running_engine("a") as one, running_engine("b") as two:
         yield {"a": one, "b": two}
-
-
-def until(condition: Callable[[], object]) -> None:
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end, "it did not come to that"
-        time.sleep(0.05)
 
 
 @pytest.mark.parametrize("renders", [False, True])
@@ -73,11 +67,12 @@ def test_a_stopped_engine_is_given_up_and_taken_back_when_it_continues(
             finally:
                 for pid in pids:
                     os.kill(pid, signal.SIGCONT)
-        until(lambda: len(running.fleet.ready()) == 2)
+        until(lambda: len(running.fleet.ready()) == 2, 60)
         numbers = iter(range(1000))
         until(
             lambda: (
                 ask(max_tokens=1, prompt_cache_key=f"{next(numbers)}").headers["x-lookonce-engine"]
                 == name
-            )
+            ),
+            60,
         )

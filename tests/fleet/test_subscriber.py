@@ -8,7 +8,7 @@ import math
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from lookonce.config import ENCODER_TOPIC, ENGINE_TOPIC, ITEM_TOPIC, EventsConfig
+from lookonce.config import ENCODER_TOPIC, ENGINE_TOPIC, ITEM_TOPIC, REPLAY_END, EventsConfig
 from lookonce.engine.process.cache_events import (
-    END_OF_REPLAY,
     Change,
     Cleared,
     Computed,
@@ -42,6 +41,7 @@ from lookonce.fleet.subscriber import (
     PromptComputed,
     TopicReader,
 )
+from tests.support.live_server import until
 
 
 def digest(number: int) -> bytes:
@@ -178,7 +178,7 @@ class OlderLog(TopicLog):
     """Does not know the question for the start; `EventPublisher` answers it with the end alone."""
 
     def answer(self, request: bytes) -> Iterator[tuple[bytes, bytes]]:
-        return iter([(END_OF_REPLAY, b"")]) if request == b"start" else super().answer(request)
+        return iter([(REPLAY_END, b"")]) if request == b"start" else super().answer(request)
 
 
 def test_an_engine_that_does_not_name_its_start_is_followed() -> None:
@@ -317,11 +317,11 @@ def test_an_engine_that_began_anew_and_is_idle_costs_nothing() -> None:
             config.address, config.replay_address, config.topic, price.apply, check_seconds=0.1
         )
         try:
-            until(is_busy)
+            until(is_busy, 20)
             publisher.close()
             publisher = EventPublisher(config)
             publisher.publish(ENGINE_TOPIC, [Load()])
-            until(lambda: price.seconds == 0)
+            until(lambda: price.seconds == 0, 20)
         finally:
             subscriber.close()
             publisher.close()
@@ -355,7 +355,7 @@ def test_what_comes_while_earlier_changes_are_applied_is_applied_after_them() ->
                 publisher.publish(ENGINE_TOPIC, [Computed("live", 33, None, ())])
                 return live in seen
 
-            until(is_live)
+            until(is_live, 20)
             applying.clear()
             go_on.clear()
             publisher.publish(ENGINE_TOPIC, [Load(1, 0, 1)])
@@ -367,9 +367,9 @@ def test_what_comes_while_earlier_changes_are_applied_is_applied_after_them() ->
                 publisher.publish(ENGINE_TOPIC, [Load(1, 0, 1 + number)])
                 time.sleep(0.001)  # in several batches
             go_on.set()
-            until(lambda: loads()[-1:] == [200])
-            until(lambda: 199 in keys_of(Gone, ITEM_TOPIC, seen))
-            until(lambda: 199 in keys_of(Added, ENCODER_TOPIC, seen))
+            until(lambda: loads()[-1:] == [200], 20)
+            until(lambda: 199 in keys_of(Gone, ITEM_TOPIC, seen), 20)
+            until(lambda: 199 in keys_of(Added, ENCODER_TOPIC, seen), 20)
         finally:
             subscriber.close()
             publisher.close()
@@ -408,9 +408,9 @@ def test_a_topic_that_is_quiet_is_checked_while_others_are_not() -> None:
             return Added(ITEM_TOPIC, [short(digest(1))]) in seen
 
         try:
-            until(lambda: AllGone(ITEM_TOPIC) in seen)
+            until(lambda: AllGone(ITEM_TOPIC) in seen, 20)
             log.append([Held(digest(1))])  # counted, and lost on its way
-            until(is_told)
+            until(is_told, 20)
         finally:
             subscriber.close()
             publisher.close()
@@ -425,13 +425,6 @@ def test_a_subscriber_that_is_closed_ends_at_once() -> None:
         began = time.monotonic()
         subscriber.close()
         assert time.monotonic() - began < 2
-
-
-def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < end, "it did not come to that"
-        time.sleep(0.02)
 
 
 def test_a_snapshot_of_what_an_engine_does_empties_no_index() -> None:

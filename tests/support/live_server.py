@@ -165,7 +165,11 @@ def samples(text: str) -> dict[str, float]:
     return found
 
 
-def until(condition: Callable[[], object], seconds: float, explain: Callable[[], str]) -> None:
+def until(
+    condition: Callable[[], object],
+    seconds: float,
+    explain: Callable[[], str] = lambda: "it did not come to that",
+) -> None:
     """Wait at most `seconds` for `condition`. Fails with what `explain` returns."""
     deadline = time.monotonic() + seconds
     while not condition():

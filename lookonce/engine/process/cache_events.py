@@ -31,7 +31,15 @@ from typing import Any, TypeAlias
 import msgspec
 import numpy as np
 
-from lookonce.config import ENCODER_TOPIC, ENGINE_TOPIC, ITEM_TOPIC, EventsConfig
+from lookonce.config import (
+    ENCODER_TOPIC,
+    ENGINE_TOPIC,
+    ITEM_TOPIC,
+    REPLAY_END,
+    REPLAY_SNAPSHOT,
+    REPLAY_START,
+    EventsConfig,
+)
 from lookonce.errors import ConfigError
 from lookonce.types.request import client_request_id
 from lookonce.types.step import StepPlan, StepResult
@@ -43,9 +51,6 @@ MAX_REPLAY_BYTES = 64 << 20
 """What is kept of each topic for replay; older batches are forgotten."""
 MAX_SNAPSHOT_CHANGES = 1_000
 """Changes in one batch of a snapshot."""
-END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
-SNAPSHOT = b"snapshot"
-START = b"start"
 START_BYTES = 16
 LOAD_SECONDS = 0.1
 """Least time between two events about the load."""
@@ -413,9 +418,9 @@ class TopicLog:
         Raises `ValueError` for another request.
         """
         batches: Iterator[tuple[int, bytes]]
-        if request == SNAPSHOT:
+        if request == REPLAY_SNAPSHOT:
             batches = self.snapshot()
-        elif request == START:
+        elif request == REPLAY_START:
             with self._lock:
                 batches = iter([(self._next - 1, self._start)])
         elif len(request) == 8:
@@ -424,7 +429,7 @@ class TopicLog:
             raise ValueError("a request is `snapshot`, `start` or a number of 8 bytes")
         for number, payload in batches:
             yield number.to_bytes(8, "big"), payload
-        yield END_OF_REPLAY, b""
+        yield REPLAY_END, b""
 
 
 # --- sockets -------------------------------------------------------------------------------------
@@ -557,7 +562,7 @@ class EventPublisher:
         except ValueError:
             log = None
         if log is None:
-            yield END_OF_REPLAY, b""
+            yield REPLAY_END, b""
 
     def _send_next(self, client: bytes, replay: _Replay) -> bool | None:
         """Whether the next answer was sent; None: there is none, or the client lost the rest."""

@@ -97,6 +97,7 @@ async def read_chunks(request: Request, limit: int, take: Callable[[bytes], obje
         message = await request.receive()
         if message["type"] == "http.disconnect":
             raise ClientLeftError
+        # The part gets no name here: what fails holds this frame until it is collected.
         num_bytes, more = len(message.get("body", b"")), message.get("more_body", False)
         size += num_bytes
         if size > limit:

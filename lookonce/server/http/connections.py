@@ -302,16 +302,23 @@ class HttpProtocol(HttpToolsProtocol):
         ):
             return False
         declared = next((v for name, v in self.headers if name == b"content-length"), None)
-        connection = transport.get_extra_info("socket")
-        if declared is None or connection is None:
+        if declared is None:
             return False
-        unread = unread_of_left(connection)
+        unread = self._unread_of_left()
         return unread is not None and self._num_body_bytes + unread < int(declared)
 
-    def _has_left(self) -> bool:
-        """Whether the client has closed its side."""
+    def _unread_of_left(self) -> int | None:
+        """Bytes that can still be read of a client that has closed its side; None where it has not,
+        or the system does not tell."""
         connection = self.transport.get_extra_info("socket")
-        return connection is not None and unread_of_left(connection) is not None
+        if connection is None or not hasattr(select, "POLLRDHUP"):
+            return None
+        poll = select.poll()
+        poll.register(connection.fileno(), select.POLLRDHUP)
+        if not poll.poll(0):
+            return None
+        unread = fcntl.ioctl(connection.fileno(), termios.FIONREAD, bytes(4))
+        return int.from_bytes(unread, sys.byteorder)
 
     def _has_enough(self) -> bool:
         cycle = self.cycle
@@ -524,7 +531,7 @@ class HttpProtocol(HttpToolsProtocol):
     def check_deadline(self, now: float) -> None:
         if now - self._unread_since > self._limits.write_timeout:
             self._time_out("write")
-        elif self.pipeline and self.flow.read_paused and self._has_left():
+        elif self.pipeline and self.flow.read_paused and self._unread_of_left() is not None:
             self._abort()  # nothing is read, so that nothing else tells of its end
         elif now < self._deadline:
             return
@@ -549,19 +556,6 @@ class HttpProtocol(HttpToolsProtocol):
                 reason = "no_request" if what == "headers" else f"{what}_timeout"
                 self._table.count_refused(reason)
             self._abort()
-
-
-def unread_of_left(connection: socket.socket) -> int | None:
-    """Bytes that can still be read of a client that has closed its side; None where it has not, or
-    the system does not tell."""
-    if not hasattr(select, "POLLRDHUP"):
-        return None
-    poll = select.poll()
-    poll.register(connection.fileno(), select.POLLRDHUP)
-    if not poll.poll(0):
-        return None
-    unread = fcntl.ioctl(connection.fileno(), termios.FIONREAD, bytes(4))
-    return int.from_bytes(unread, sys.byteorder)
 
 
 def _reason(error: httptools.HttpParserError) -> RefusedRequestError:
@@ -871,12 +865,12 @@ class SilentConnection:
 
     def listen(self, loop: asyncio.AbstractEventLoop) -> None:
         """Call this once it is in the table."""
-        if not self._told():
+        if not self._look():
             self._loop = loop
-            loop.add_reader(self.socket.fileno(), self._told)
+            loop.add_reader(self.socket.fileno(), self._look)
 
-    def _told(self) -> bool:
-        """Whether the first byte, or the end, has come."""
+    def _look(self) -> bool:
+        """Tell the first byte, or the end, where it has come; whether it has."""
         try:
             has_byte = bool(self.socket.recv(1, socket.MSG_PEEK))
         except BlockingIOError:

@@ -330,23 +330,21 @@ def test_a_client_that_left_is_noticed_while_a_request_of_it_waits_behind_anothe
     """Nothing is read of it then, not even its end."""
 
     async def scenario(running):
-        loop, running.app = asyncio.get_running_loop(), Computes()
+        running.app = Computes()
         protocol = running.protocol("a")
         running.table.add(protocol)
-        server = await loop.create_server(lambda: protocol, "127.0.0.1", 0)
-        with socket.create_connection(server.sockets[0].getsockname()) as client:
-            client.sendall(VERSION)
-            await until(lambda: protocol.phase == "serving")
-            await settle()
-            client.sendall(VERSION)
-            await until(lambda: protocol.flow.read_paused)
+        async with address_of(protocol) as address:
+            with socket.create_connection(address) as client:
+                client.sendall(VERSION)
+                await until(lambda: protocol.phase == "serving")
+                await settle()
+                client.sendall(VERSION)
+                await until(lambda: protocol.flow.read_paused)
+                running.pass_seconds(2)
+                assert not running.app.told
             running.pass_seconds(2)
-            assert not running.app.told
-        running.pass_seconds(2)
-        await until(lambda: running.app.told)
-        assert running.app.told == ["http.disconnect"]
-        server.close()
-        await server.wait_closed()
+            await until(lambda: running.app.told)
+            assert running.app.told == ["http.disconnect"]
 
     on_connections(scenario)
 
@@ -394,6 +392,26 @@ def test_descriptors_are_kept_for_those_who_are_served(caplog):
 
 def connection(listener):
     return socket.create_connection(listener.getsockname())
+
+
+@contextlib.asynccontextmanager
+async def accepting(running, protocol=None):
+    """A listening socket whose connections are accepted."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        acceptor = Acceptor(listener, running.table, protocol or running.protocol, None)
+        acceptor.resume()
+        yield listener
+        acceptor.close()
+        await acceptor.wait_closed()
+
+
+@contextlib.asynccontextmanager
+async def address_of(protocol):
+    """Where the one connection is accepted whose protocol this is."""
+    server = await asyncio.get_running_loop().create_server(lambda: protocol, "127.0.0.1", 0)
+    yield server.sockets[0].getsockname()
+    server.close()
+    await server.wait_closed()
 
 
 def test_of_connections_closed_before_they_were_looked_at_none_is_left():
@@ -484,9 +502,7 @@ def test_without_room_new_connections_wait_until_one_ends():
 
     async def scenario(running):
         running.table.most = 1
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            acceptor = Acceptor(listener, running.table, running.protocol, None)
-            acceptor.resume()
+        async with accepting(running) as listener:
             with connection(listener) as first:
                 first.sendall(VERSION)
                 await until(lambda: running.outcomes)
@@ -500,8 +516,6 @@ def test_without_room_new_connections_wait_until_one_ends():
                 await settle()
                 assert is_open(second)
                 second.close()
-            acceptor.close()
-            await acceptor.wait_closed()
 
     on_connections(scenario)
 
@@ -515,9 +529,7 @@ def test_nothing_is_made_for_a_connection_before_its_first_byte():
             return running.protocol(address)
 
         running.go.set()
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            acceptor = Acceptor(listener, running.table, protocol, None)
-            acceptor.resume()
+        async with accepting(running, protocol) as listener:
             clients = [connection(listener) for _ in range(12)]
             await until(lambda: running.table.total == 12)
             for client in clients[:6]:
@@ -530,8 +542,6 @@ def test_nothing_is_made_for_a_connection_before_its_first_byte():
             for client in clients[6:]:
                 client.close()
             await until(lambda: running.table.total == 0)
-            acceptor.close()
-            await acceptor.wait_closed()
 
     on_connections(scenario)
 
@@ -566,9 +576,7 @@ def test_one_that_is_silent_ends_at_the_deadline_of_its_header():
     """And so does one that sends its first byte shortly before."""
 
     async def scenario(running):
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            acceptor = Acceptor(listener, running.table, running.protocol, None)
-            acceptor.resume()
+        async with accepting(running) as listener:
             silent, slow = connection(listener), connection(listener)
             await until(lambda: running.table.total == 2)
             running.pass_seconds(18)
@@ -584,8 +592,6 @@ def test_one_that_is_silent_ends_at_the_deadline_of_its_header():
             silent.close()
             slow.close()
             await until(lambda: running.table.total == 0)
-            acceptor.close()
-            await acceptor.wait_closed()
 
     on_connections(scenario)
 
@@ -598,9 +604,7 @@ def test_many_first_bytes_that_come_at_once_are_answered_in_turns_by_address():
             opened.append(address)
             return running.protocol(address)
 
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            acceptor = Acceptor(listener, running.table, protocol, None)
-            acceptor.resume()
+        async with accepting(running, protocol) as listener:
             many = [connection(listener) for _ in range(20)]
             one = socket.create_connection(listener.getsockname(), 10, ("127.0.0.9", 0))
             await until(lambda: running.table.total == 21)
@@ -614,8 +618,6 @@ def test_many_first_bytes_that_come_at_once_are_answered_in_turns_by_address():
             for client in (*many, one):
                 client.close()
             await until(lambda: running.table.total == 0)
-            acceptor.close()
-            await acceptor.wait_closed()
 
     on_connections(scenario)
 
@@ -927,18 +929,16 @@ async def uploading(running, declared):
     """A client that has sent `SENT` bytes of a body and no more; not all of them are read."""
     loop, running.app = asyncio.get_running_loop(), Begins()
     protocol = running.protocol("a")
-    server = await loop.create_server(lambda: protocol, "127.0.0.1", 0)
-    with socket.socket() as client:
-        client.setblocking(False)
-        await loop.sock_connect(client, server.sockets[0].getsockname())
-        await loop.sock_sendall(client, POST.replace(b"100000", b"%d" % declared) + b"a" * SENT)
-        client.shutdown(socket.SHUT_WR)
-        await until(lambda: protocol.transport is not None)
-        await until(lambda: protocol.transport.is_closing() or protocol.flow.read_paused)
-        running.app.goes_on.set()
-        yield client
-    server.close()
-    await server.wait_closed()
+    async with address_of(protocol) as address:
+        with socket.socket() as client:
+            client.setblocking(False)
+            await loop.sock_connect(client, address)
+            await loop.sock_sendall(client, POST.replace(b"100000", b"%d" % declared) + b"a" * SENT)
+            client.shutdown(socket.SHUT_WR)
+            await until(lambda: protocol.transport is not None)
+            await until(lambda: protocol.transport.is_closing() or protocol.flow.read_paused)
+            running.app.goes_on.set()
+            yield client
 
 
 def test_what_is_there_of_a_large_body_is_not_read_when_its_client_has_left():
