@@ -20,7 +20,7 @@ from lookonce.cli.options import COMMA_SEPARATED, GROUPS, RENDER_OPTIONS
 from lookonce.config import NANO, Options, resolve
 from lookonce.errors import ConfigError, UnavailableError
 from lookonce.fleet.config import FleetConfig
-from lookonce.types.logs import configure_logging
+from lookonce.types.logs import configure_logging, tell
 
 OPTION_KINDS = get_type_hints(Options)
 FLEET_KEYS = (
@@ -236,7 +236,7 @@ def run_fleet(path: str | None, overrides: dict[str, Any]) -> int:
         signal.signal(number, on_signal)
     try:
         names = ", ".join(f"{g.name} ({g.engines})" for g in config.groups)
-        print(f"Serving {names} on {running.url}", flush=True)
+        tell(f"Serving {names} on {running.url}")
         while True:
             asked.wait()
             asked.clear()
@@ -252,15 +252,15 @@ def _apply_again(running: Any, path: str | None, overrides: dict[str, Any]) -> N
     try:
         config = read_fleet(path, overrides)
     except ConfigError as error:
-        print(f"SIGHUP: {error.message}; the fleet stays what it was", flush=True)
+        tell(f"SIGHUP: {error.message}; the fleet stays what it was")
         return
     try:
         running.apply(config)
     except RuntimeError as error:
-        print(f"SIGHUP: {error}; what serves goes on", flush=True)
+        tell(f"SIGHUP: {error}; what serves goes on")
         return
     names = ", ".join(f"{g.name} ({g.engines})" for g in config.groups)
-    print(f"Serving {names} on {running.url}", flush=True)
+    tell(f"Serving {names} on {running.url}")
 
 
 def _is_installed(module: str) -> bool:

@@ -20,7 +20,7 @@ from lookonce.cli.preflight import check_length, check_machine, check_ranks
 from lookonce.config import Config, Options, resolve
 from lookonce.frontend.model_download import with_local_model
 from lookonce.launch import Supervisor, bind, url_of
-from lookonce.types.logs import configure_logging
+from lookonce.types.logs import configure_logging, tell
 
 logger = logging.getLogger("lookonce.cli")
 
@@ -44,7 +44,7 @@ async def _serve(config: Config) -> None:
 
         def on_ready(url: str) -> None:
             bar.finish()
-            print(f"Serving {config.model.served_name} on {url}", flush=True)
+            tell(f"Serving {config.model.served_name} on {url}")
 
         await Supervisor(config, on_loading=bar.update, on_ready=on_ready).run()
 
@@ -61,7 +61,7 @@ def run_render_server(options: Options) -> int:
         url = url_of(listener, tls=config.server.ssl_certfile is not None)
 
         def on_ready() -> None:
-            print(f"Rendering {config.model.served_name} on {url}", flush=True)
+            tell(f"Rendering {config.model.served_name} on {url}")
 
         try:
             asyncio.run(serve_render(config, listener, on_ready))

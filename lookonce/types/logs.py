@@ -89,6 +89,13 @@ class _Propagating(logging.Logger):
             super().__setattr__(name, value)
 
 
+def tell(line: str) -> None:
+    """Write a line to standard output, in one piece: where the log goes to the same pipe, and
+    output is not buffered, `print` lets a line of the log come before the line's end."""
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
 def _let_propagate(logger: logging.Logger) -> None:
     """Also if the library is imported later."""
     logger.handlers.clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import subprocess
@@ -17,6 +18,7 @@ from lookonce.types.logs import (
     TextFormatter,
     current_request_id,
     scrubbed,
+    tell,
 )
 from lookonce.types.request import client_request_id, engine_request_id
 
@@ -255,3 +257,20 @@ def test_a_wrong_format_string_is_a_line_all_the_same():
 @pytest.mark.parametrize("client", ["", "my-id-1", "-", "a.b:c_d"])
 def test_the_engine_s_id_holds_the_client_s(client):
     assert client_request_id(engine_request_id("abc-1", client)) == client
+
+
+def test_a_line_to_standard_output_is_written_in_one_piece(monkeypatch):
+    """As of a process with PYTHONUNBUFFERED, whose log goes to the same pipe."""
+    written = []
+
+    class Pipe(io.RawIOBase):
+        def writable(self):
+            return True
+
+        def write(self, data):
+            written.append(bytes(data))
+            return len(data)
+
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(Pipe(), write_through=True))
+    tell("Serving nano on http://127.0.0.1:8000")
+    assert written == [b"Serving nano on http://127.0.0.1:8000\n"]
