@@ -58,11 +58,6 @@ from lookonce.types.stack_samples import listen_for_samples
 
 logger = logging.getLogger("lookonce.server")
 
-TRIM_BYTES = 64 << 20
-"""After so many bytes were received freed memory is given back to the system: bodies, abandoned
-ones too, would leave it in pieces that stay with this process."""
-REST_BYTES, REST_CONNECTIONS = 1 << 20, 128
-"""So many bytes received or connections ended are enough where nothing comes any more."""
 CLOSING_SECONDS = 0.7
 """For clients to agree to the end of their connections, as TLS and WebSockets ask them to. uvicorn
 waits a second (`timeout_graceful_shutdown`), and then writes an error."""
@@ -109,10 +104,6 @@ class ApiServer(AcceptingServer):
         """`on_serving` is called once, when connections are accepted."""
         super().__init__(app, connections or Connections(ConnectionConfig()), tls)
         self._on_serving = on_serving
-        self._traffic_before = self._rested = self._connections.traffic
-        """At the last sweep, and when memory was given back at rest."""
-        self._trimmed = 0
-        """Bytes that had been received when memory was given back."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -135,20 +126,6 @@ class ApiServer(AcceptingServer):
             return
         tls_context(config.ssl_certfile, config.ssl_keyfile)  # a context half changed would break
         load_certificate(self._tls, config.ssl_certfile, config.ssl_keyfile)
-
-    async def swept(self) -> None:
-        """Give memory back where enough was received since the last time, and where less was and
-        no more comes."""
-        seen = self._connections.traffic
-        rests, self._traffic_before = seen == self._traffic_before, seen
-        received, ended = seen[0] - self._rested[0], seen[1] - self._rested[1]
-        if rests and (received >= REST_BYTES or ended >= REST_CONNECTIONS):
-            gc.collect()  # requests that were cut off are cycles
-            self._rested = seen
-        elif seen[0] - self._trimmed < TRIM_BYTES:
-            return
-        self._trimmed = seen[0]
-        await asyncio.to_thread(give_memory_back)
 
 
 def api_server(

@@ -28,6 +28,7 @@ from lookonce.fleet.members import EngineAddress, EngineKeys, Fleet
 from lookonce.fleet.router import Router
 from lookonce.fleet.server import FrontendServer, ListenerOwner, listening, shared_listener
 from lookonce.fleet.subscriber import Added, Gone
+from lookonce.server.http import uvicorn_server
 from tests.support.fake_engine import (
     FINGERPRINT,
     Answer,
@@ -1293,3 +1294,13 @@ async def test_the_first_front_end_of_a_machine_owns_the_listener() -> None:
         assert again is not None
         again.close()
         third.close()
+
+
+async def test_memory_is_given_back_once_nothing_more_comes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    times: list[int] = []
+    monkeypatch.setattr(uvicorn_server, "give_memory_back", lambda: times.append(1))
+    async with serving(FakeEngine("a")) as served:
+        await served.ask("x" * 2 * uvicorn_server.REST_BYTES)
+        await served.until(lambda: times)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import socket
 import ssl
 from collections.abc import Iterator
@@ -22,9 +23,15 @@ from lookonce.server.http.websocket import (
     PING_TIMEOUT_SECONDS,
     WebSocketProtocol,
 )
+from lookonce.types.memory import give_memory_back
 
 TICKS_PER_SWEEP = 10
 """uvicorn ticks ten times a second."""
+TRIM_BYTES = 64 << 20
+"""After so many bytes were received freed memory is given back to the system: bodies, abandoned
+ones too, would leave it in pieces that stay with this process."""
+REST_BYTES, REST_CONNECTIONS = 1 << 20, 128
+"""So many bytes received or connections ended are enough where nothing comes any more."""
 
 
 def uvicorn_config(app: object) -> uvicorn.Config:
@@ -58,6 +65,10 @@ class AcceptingServer(uvicorn.Server):
         super().__init__(uvicorn_config(app))
         self._connections = connections
         self._tls = tls
+        self._traffic_before = self._rested = connections.traffic
+        """At the last sweep, and when memory was given back at rest."""
+        self._trimmed = 0
+        """Bytes that had been received when memory was given back."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -91,8 +102,19 @@ class AcceptingServer(uvicorn.Server):
     async def on_tick(self, counter: int) -> bool:
         if counter % TICKS_PER_SWEEP == 0:
             self._connections.sweep(asyncio.get_running_loop().time())
-            await self.swept()
+            await self._give_memory_back()
         return await super().on_tick(counter)
 
-    async def swept(self) -> None:
-        """Called once a second, after connections that took too long were closed."""
+    async def _give_memory_back(self) -> None:
+        """Give memory back where enough was received since the last time, and where less was and
+        no more comes."""
+        seen = self._connections.traffic
+        rests, self._traffic_before = seen == self._traffic_before, seen
+        received, ended = seen[0] - self._rested[0], seen[1] - self._rested[1]
+        if rests and (received >= REST_BYTES or ended >= REST_CONNECTIONS):
+            gc.collect()  # requests that were cut off are cycles
+            self._rested = seen
+        elif seen[0] - self._trimmed < TRIM_BYTES:
+            return
+        self._trimmed = seen[0]
+        await asyncio.to_thread(give_memory_back)

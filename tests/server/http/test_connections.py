@@ -12,8 +12,7 @@ from contextlib import ExitStack
 import pytest
 
 from lookonce.config import ConnectionConfig
-from lookonce.server import process
-from lookonce.server.http import connections
+from lookonce.server.http import connections, uvicorn_server
 from lookonce.server.http.connections import (
     ACCEPTS_PER_TURN,
     FEW_CHUNKS,
@@ -25,7 +24,7 @@ from lookonce.server.http.connections import (
     _client_address,
     allowed_connections,
 )
-from lookonce.server.http.uvicorn_server import uvicorn_config
+from lookonce.server.http.uvicorn_server import AcceptingServer, uvicorn_config
 from lookonce.types.counts import Counts
 from tests.support.raw_sockets import VERSION, is_open
 
@@ -966,11 +965,11 @@ def test_a_large_body_that_is_whole_is_served_though_its_client_sends_no_more():
 
 def test_memory_is_given_back_once_enough_came_or_nothing_more_comes(monkeypatch):
     times = []
-    monkeypatch.setattr(process, "give_memory_back", lambda: times.append(1))
+    monkeypatch.setattr(uvicorn_server, "give_memory_back", lambda: times.append(1))
 
     async def scenario():
         connections = Connections(ConnectionConfig())
-        server = process.ApiServer(None, connections)
+        server = AcceptingServer(None, connections)
 
         async def after(received: int, ended: int = 0) -> int:
             """How often by the sweep after so much has come."""
@@ -979,14 +978,14 @@ def test_memory_is_given_back_once_enough_came_or_nothing_more_comes(monkeypatch
             await server.on_tick(0)
             return len(times)
 
-        assert await after(process.REST_BYTES) == 0  # more may come
+        assert await after(uvicorn_server.REST_BYTES) == 0  # more may come
         assert await after(0) == 1
         assert await after(0) == 1
-        assert await after(process.TRIM_BYTES) == 2
+        assert await after(uvicorn_server.TRIM_BYTES) == 2
         assert await after(0) == 3  # what was not garbage before
-        assert await after(0, ended=process.REST_CONNECTIONS) == 3
+        assert await after(0, ended=uvicorn_server.REST_CONNECTIONS) == 3
         assert await after(0) == 4
-        assert await after(process.REST_BYTES // 2, ended=1) == 4
+        assert await after(uvicorn_server.REST_BYTES // 2, ended=1) == 4
         assert await after(0) == 4
 
     asyncio.run(scenario())
