@@ -48,6 +48,8 @@ from lookonce.types.request import (
 from lookonce.types.step import StepPlan, StepResult
 
 MAX_ITEMS_TOLD = 1000
+MAX_BLOCKS_TOLD = 16
+"""Of a computed prompt; a cache that is full gives up its last ones first."""
 """Of a prompt, in the event that it was computed."""
 MAX_SHARES = 4
 """How many tenants may have as many requests waiting as one tenant may."""
@@ -576,11 +578,14 @@ class UpdateFromOutput:
         if request.adapted is not None:
             keys = request.adapted.sent(keys)
         assert pool.events is not None
+        every = -(-num_full // MAX_BLOCKS_TOLD) or 1
+        earlier = range(every - 1, num_full - 1, every)
         pool.events.computed(
             request.request_id,
             request.num_prompt_tokens,
             sequence.block_hashes[num_full - 1] if num_full else None,
             tuple((key, each.length) for key, each in zip(keys, told, strict=True)),
+            tuple((sequence.block_hashes[at], (at + 1) * pool.block_size) for at in earlier),
         )
 
     def _release_passed_items(self, sequence: Sequence) -> None:

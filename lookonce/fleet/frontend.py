@@ -131,7 +131,9 @@ SUMMED_PATHS = frozenset({"/load", "/savings"})
 ADAPTER_PATHS = frozenset({LOAD_ADAPTER, "/v1/unload_lora_adapter"})
 """POSTs that every engine gets which loads adapters while it runs."""
 MODEL_PATH = "/v1/models/"
-OWN_PATHS = frozenset({"/health", "/ping", "/ready", "/metrics", "/fleet"})
+UNCOUNTED_PATHS = frozenset({"/health", "/ping", "/ready", "/metrics"})
+"""Probes and collectors, whose answers are not counted, as those of `lookonce serve` are not."""
+OWN_PATHS = UNCOUNTED_PATHS | {"/fleet"}
 CLIENT_LEFT_STATUS = 499
 ORIGIN = re.compile(rb"\Ahttps?://[^/]*")
 REFUSAL_HEADERS = frozenset({"content-type", "www-authenticate", "retry-after", "x-request-id"})
@@ -191,7 +193,8 @@ class Frontend:
             await exchange.refuse(500, "internal", "the front-end failed to serve this request")
         finally:
             self.active -= 1
-            self.responses[exchange.status] += 1
+            if exchange.path not in UNCOUNTED_PATHS:
+                self.responses[exchange.status] += 1
             exchange.close()
 
     # --- requests for engines --------------------------------------------------------------------
@@ -297,6 +300,7 @@ class Frontend:
                 await self._no_engine(exchange, identity, failed)
                 return
             self.decision_seconds += time.perf_counter() - began
+            self.retried += len(failed) == 1
             try:
                 done = await self._forward(exchange, request_id, route)
             except EngineLostError:
@@ -314,11 +318,11 @@ class Frontend:
                 failed_here = isinstance(error, NoDescriptorError)
                 router.ended(request_id, route, failed=failed_here)
                 raise
-            router.ended(request_id, route, failed=not done)
+            refused = exchange.status >= 400
+            router.ended(request_id, route, failed=refused or not done)
             if done:
                 return
             failed.add(route.engine.name)
-            self.retried += 1
 
     def _check_stored(self, identity: Identity) -> None:
         """Raises `BadRequestError` where what a request goes on with is stored with another model:

@@ -34,7 +34,6 @@ from lookonce.fleet.engine_http import (
     EngineAnswer,
     EngineLostError,
     Headers,
-    NoDescriptorError,
 )
 from lookonce.fleet.generate_events import (
     LIMIT_HEADERS,
@@ -205,6 +204,7 @@ class RoutedEngine(RenderOnlyEngine):
                 route = router.route(client_id, identity, failed)
             except NoEngineError:
                 raise refusal or UnavailableError("no engine takes requests now") from None
+            request.num_retried += len(failed) == 1
             done = False
             try:
                 async with aclosing(self._asked(prompt, route)) as deltas:
@@ -226,12 +226,11 @@ class RoutedEngine(RenderOnlyEngine):
             except _RefusedError as refused:
                 refusal = refused.error or refusal
             except (LookOnceError, GeneratorExit, asyncio.CancelledError) as error:
-                done = done or not isinstance(error, NoDescriptorError)
+                done = done or not isinstance(error, LookOnceError)  # else it was refused
                 raise
             finally:
                 router.ended(client_id, route, failed=not done)
             failed.add(route.engine.name)
-            request.num_retried += 1
 
     async def _asked(self, prompt: _Prompt, route: Route) -> AsyncGenerator[TokenDelta, None]:
         """The deltas of the route's engine. Raises `EngineLostError`, `_RefusedError` and what

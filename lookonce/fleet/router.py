@@ -50,7 +50,10 @@ MAX_LENGTHS = 65_536
 MAX_SESSIONS = 65_536
 MAX_STORED = 65_536
 MAX_UNTOLD_PIECES = 65_536
-"""Of prompts whose answers ended before their engines told that they were computed."""
+"""Of an engine's prompts whose answers ended before it told that they were computed."""
+UNTOLD_LOADS = 2
+"""Loads after which an engine that has not told of an ended request's prompt will not do so: it was
+aborted. The first of them may have been on its way already."""
 RATE_WEIGHT = 0.3
 """Of a new measurement beside those before."""
 MOST_PROCESSING = 3.0
@@ -184,6 +187,12 @@ class EngineState:
         """Requests of the last load that were not sent from here."""
         self.expected: Counter[int] = Counter()
         """Keys of encoder outputs that requests on their way there bring."""
+        self.untold: dict[str, list[Route]] = {}
+        """Id of a request → routes with it that ended before the engine told of the prompt: events
+        come later than a short answer ends. The oldest is first."""
+        self.num_untold_pieces = 0
+        self.num_told = 0
+        """Loads that it told of."""
 
     def serves(self, model: str | None) -> bool:
         return model in (None, self.model) or model in self.adapters
@@ -364,6 +373,10 @@ class Route:
     computed: bool = False
     """The engine has told of its prompt."""
     ended: bool = False
+    nodes: Sequence[_Node] = ()
+    """Of the prompt's pieces, as long as the engine is about to compute them."""
+    ended_at: int = 0
+    """`num_told` of its engine then."""
 
     def why(self) -> str:
         """For the response's header."""
@@ -416,16 +429,47 @@ class _Keyed(NamedTuple):
     """Its encoder output; with most adapters as the item."""
 
 
+def _stop_computing(*routes: Route) -> None:
+    """Their engines are not about to compute these prompts, or have done so."""
+    for route in routes:
+        number = route.engine.number
+        for node in route.nodes:
+            node.computing[number] -= 1
+            if not node.computing[number]:
+                del node.computing[number]
+        route.nodes = ()
+
+
+def _await_told(request_id: str, route: Route) -> None:
+    """A route has ended, and its engine may yet tell of its prompt."""
+    engine = route.engine
+    route.ended_at = engine.num_told
+    engine.untold.setdefault(request_id, []).append(route)
+    engine.num_untold_pieces += len(route.identity.pieces)
+    while engine.num_untold_pieces > MAX_UNTOLD_PIECES:
+        _stop_computing(*_take_untold(engine, next(iter(engine.untold))))
+
+
+def _take_untold(engine: EngineState, request_id: str) -> list[Route]:
+    """The engine's routes of this id that have ended; they are awaited no more."""
+    routes = engine.untold.pop(request_id, [])
+    engine.num_untold_pieces -= sum(len(route.identity.pieces) for route in routes)
+    return routes
+
+
 class NoEngineError(Exception):
     """No engine of this model takes requests."""
 
 
 @dataclass(slots=True)
 class _Node:
-    """A beginning of prompts: engine → key of the last full block that was computed after it;
-    None until that is known."""
+    """A beginning of prompts."""
 
     blocks: dict[int, int | None] = field(default_factory=dict)
+    """Engine → key of the first full block after it, of those that the engine told of the last
+    prompt with this beginning that it has computed; None where no events tell of blocks."""
+    computing: dict[int, int] = field(default_factory=dict)
+    """Engine → prompts with this beginning that it is about to compute."""
 
 
 class Router:
@@ -448,10 +492,6 @@ class Router:
         self._stored = TenantLRU[str, str](MAX_STORED)
         self._running: dict[str, list[Route]] = {}
         """Id of a request → the routes with it: clients choose ids, and two may choose the same."""
-        self._untold: OrderedDict[str, list[Route]] = OrderedDict()
-        """The same of routes that ended before their engine told of the prompt: events come later
-        than a short answer ends. The oldest is first."""
-        self._num_untold_pieces = 0
         self._chars_per_token = DEFAULT_CHARS_PER_TOKEN
         self.answer_tokens = DEFAULT_ANSWER_TOKENS
         """That an answer usually has."""
@@ -479,6 +519,10 @@ class Router:
         """The engine holds nothing any more."""
         for index in (self.blocks, self.outputs, self.items):
             index.drop(engine.number)
+        of_ended = [route for named in engine.untold.values() for route in named]
+        for route in (*(each for named in self._running.values() for each in named), *of_ended):
+            if route.engine is engine:
+                _stop_computing(route)
         for node in self._nodes.values():
             node.blocks.pop(engine.number, None)
 
@@ -498,11 +542,15 @@ class Router:
                 case Gone(topic, keys):
                     self._index(topic).remove(engine.number, keys)
                 case AllGone(topic) if topic != ENGINE_TOPIC:
-                    self._index(topic).drop(engine.number)
+                    index = self._index(topic)
+                    index.drop(engine.number)
+                    if index is self.blocks:
+                        _stop_computing(*(r for named in engine.untold.values() for r in named))
                 case PromptComputed():
                     self._note_computed(engine, change)
                 case EngineLoad():
                     engine.note_load(change)
+                    self._give_up_untold(engine)
 
     def _index(self, topic: str) -> DigestIndex:
         if topic == ENCODER_TOPIC:
@@ -513,11 +561,13 @@ class Router:
         """Learn what the request's prompt has become at the engine."""
         named = [
             *self._running.get(computed.request_id, ()),
-            *self._take_untold(computed.request_id),
+            *_take_untold(engine, computed.request_id),
         ]
         routes = [route for route in named if route.engine is engine]
         for route in routes:
             route.computed = True  # none of them is awaited after it has ended
+        nodes = [node for route in routes for node in route.nodes]
+        _stop_computing(*routes)
         if len(routes) != 1:
             return  # none of ours, or nobody knows whose it is
         identity = routes[0].identity
@@ -539,27 +589,28 @@ class Router:
         if text_tokens > 0 and chars >= 64:
             ratio = chars / text_tokens
             self._chars_per_token += RATE_WEIGHT * (ratio - self._chars_per_token)
-        block = None if computed.block_hash is None else short(computed.block_hash)
-        for piece in identity.pieces:
-            node = self._nodes.get(piece.digest)
-            if node is not None and engine.number in node.blocks:
-                if block is None:
-                    del node.blocks[engine.number]  # too short to be kept
-                else:
-                    node.blocks[engine.number] = block
+        if computed.block_hash is None:
+            for node in nodes:
+                node.blocks.pop(engine.number, None)  # too short to be kept
+            return
+        ends = self._ends(identity, [self._keyed(each, identity) for each in identity.media])
+        scale = computed.num_tokens / max(1.0, ends[-1])
+        earlier = iter(computed.earlier_blocks or ())
+        last = computed.block_hash, math.inf
+        block, upto = next(earlier, last)
+        for node, end in zip(nodes, ends[1:], strict=False):
+            while upto < end * scale:
+                block, upto = next(earlier, last)
+            node.blocks[engine.number] = short(block)
 
-    def _await_told(self, request_id: str, route: Route) -> None:
-        """A route has ended, and its engine may yet tell of its prompt."""
-        self._untold.setdefault(request_id, []).append(route)
-        self._num_untold_pieces += len(route.identity.pieces)
-        while self._num_untold_pieces > MAX_UNTOLD_PIECES:
-            self._take_untold(next(iter(self._untold)))
-
-    def _take_untold(self, request_id: str) -> list[Route]:
-        """The routes of this id that have ended; they are awaited no more."""
-        routes = self._untold.pop(request_id, [])
-        self._num_untold_pieces -= sum(len(route.identity.pieces) for route in routes)
-        return routes
+    def _give_up_untold(self, engine: EngineState) -> None:
+        """What an engine would have told of by now it has not computed."""
+        engine.num_told += 1
+        for name, named in list(engine.untold.items()):
+            late = [r for r in named if engine.num_told - r.ended_at >= UNTOLD_LOADS]
+            _stop_computing(*late)
+            if len(late) == len(named):
+                _take_untold(engine, name)
 
     # --- requests --------------------------------------------------------------------------------
 
@@ -666,16 +717,8 @@ class Router:
         candidates: Sequence[EngineState],
     ) -> list[Work]:
         """What the request costs at each engine."""
-        ends, total = [0.0], 0.0
-        lengths = [self._length(each.medium, each.item) for each in media]
-        for piece in identity.pieces:
-            if piece.num_tokens is not None:
-                total += piece.num_tokens
-            elif piece.medium is None:
-                total += piece.num_chars / self._chars_per_token
-            else:
-                total += lengths[piece.medium]
-            ends.append(total)
+        ends = self._ends(identity, media)
+        total = ends[-1]
         known = self._known_pieces(identity, candidates)
         rates = _rates_of(candidates)
         longest = max(known.values())
@@ -719,6 +762,20 @@ class Router:
             works.append(work)
         return works
 
+    def _ends(self, identity: Identity, media: Sequence[_Keyed]) -> list[float]:
+        """Tokens before the prompt, and up to the end of each of its pieces, as far as is known."""
+        ends, total = [0.0], 0.0
+        lengths = [self._length(each.medium, each.item) for each in media]
+        for piece in identity.pieces:
+            if piece.num_tokens is not None:
+                total += piece.num_tokens
+            elif piece.medium is None:
+                total += piece.num_chars / self._chars_per_token
+            else:
+                total += lengths[piece.medium]
+            ends.append(total)
+        return ends
+
     def _known_pieces(
         self, identity: Identity, candidates: Sequence[EngineState]
     ) -> dict[int, int]:
@@ -738,10 +795,12 @@ class Router:
                     continue
                 known[number] = at + 1
                 unknown.discard(number)
+            for number in unknown & node.computing.keys():
+                known[number] = at + 1
+                unknown.discard(number)
         return known
 
     def _is_evicted(self, block: int | None, number: int) -> bool:
-        """A block that is not known is being computed."""
         if block is None or number not in self._followed:
             return False
         return not self.blocks.holds(number, block)
@@ -761,13 +820,15 @@ class Router:
         route.expected = tuple(each.output for each in media)
         for key in route.expected:
             engine.expected[key] = engine.expected.get(key, 0) + 1
+        route.nodes = nodes = []
         for piece in identity.pieces:
             node = self._nodes.get(piece.digest)
             if node is None:
                 node = self._nodes[piece.digest] = _Node()
             else:
                 self._nodes.move_to_end(piece.digest)
-            node.blocks.setdefault(engine.number, None)
+            node.computing[engine.number] = node.computing.get(engine.number, 0) + 1
+            nodes.append(node)
         while len(self._nodes) > MAX_PROMPT_NODES:
             self._nodes.popitem(last=False)
         if identity.session is not None:
@@ -793,7 +854,8 @@ class Router:
                 rates.processing += RATE_WEIGHT * (min(rest, most) - rates.processing)
 
     def ended(self, request_id: str, route: Route, *, failed: bool = False) -> None:
-        """It is answered, aborted or failed. Of a `failed` one nothing was computed."""
+        """It is answered, aborted or failed. Of a `failed` one, which may have been refused,
+        nothing was computed."""
         if route.ended:
             return
         route.ended = True
@@ -812,13 +874,14 @@ class Router:
                 engine.expected[key] = left
             else:
                 engine.expected.pop(key, None)
-        if route.identity.pieces and not (failed or route.computed):
-            self._await_told(request_id, route)
-        if failed:
-            for piece in route.identity.pieces:
-                node = self._nodes.get(piece.digest)
-                if node is not None and node.blocks.get(engine.number, 0) is None:
-                    del node.blocks[engine.number]
+        if failed or route.computed or not route.nodes:
+            _stop_computing(route)
+        elif engine.number in self._followed:
+            _await_told(request_id, route)
+        else:
+            for node in route.nodes:
+                node.blocks.setdefault(engine.number, None)
+            _stop_computing(route)
 
     def holds_item(self, engine: EngineState, key: int) -> bool:
         """Whether its events said that it holds the processed item."""
@@ -842,10 +905,18 @@ class Router:
         for bindings in (self._aliases, self._sessions, self._stored):
             bindings.check_integrity()
         running = [route for named in self._running.values() for route in named]
-        untold = [route for named in self._untold.values() for route in named]
-        assert all(route.ended and not route.computed for route in untold)
-        num_pieces = sum(len(route.identity.pieces) for route in untold)
-        assert self._num_untold_pieces == num_pieces <= MAX_UNTOLD_PIECES
+        computing = Counter[tuple[int, int]]()
+        for route in running:
+            computing.update((id(node), route.engine.number) for node in route.nodes)
+        for engine in self.engines.values():
+            untold = [route for named in engine.untold.values() for route in named]
+            assert all(route.ended and not route.computed for route in untold)
+            num_pieces = sum(len(route.identity.pieces) for route in untold)
+            assert engine.num_untold_pieces == num_pieces <= MAX_UNTOLD_PIECES
+            computing.update((id(node), engine.number) for r in untold for node in r.nodes)
+        for node in self._nodes.values():
+            counts = {e.number: computing[id(node), e.number] for e in self.engines.values()}
+            assert node.computing == {n: count for n, count in counts.items() if count}
         for engine in self.engines.values():
             mine = [route for route in running if route.engine is engine]
             assert engine.num_requests == len(mine), engine.name

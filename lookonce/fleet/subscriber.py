@@ -66,6 +66,8 @@ class PromptComputed(msgspec.Struct, frozen=True, gc=False, tag=True):
     """Key and length, in tokens, of its first media items."""
     block_hash: bytes | None = None
     """Of the last full block."""
+    earlier_blocks: list[tuple[bytes, int]] | None = None
+    """Hashes of some full blocks before it, and the tokens up to the end of each, in order."""
 
 
 class EngineLoad(msgspec.Struct, frozen=True, gc=False, tag=True):

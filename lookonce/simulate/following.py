@@ -69,9 +69,10 @@ class FollowedEvents(StepEvents):
         num_tokens: int,
         block_hash: bytes | None,
         items: tuple[tuple[bytes, int], ...],
+        earlier: tuple[tuple[bytes, int], ...],
     ) -> None:
-        told = client_request_id(request_id), num_tokens, list(items), block_hash
-        self._requests.append(PromptComputed(*told))  # type: ignore[arg-type]
+        name, blocks = client_request_id(request_id), list(earlier) or None
+        self._requests.append(PromptComputed(name, num_tokens, list(items), block_hash, blocks))
 
     def flush(self) -> None:
         changes: list[Change] = []

@@ -245,7 +245,9 @@ class BlockEvents(Protocol):
         num_tokens: int,
         block_hash: bytes | None,
         items: tuple[tuple[bytes, int], ...],
+        earlier: tuple[tuple[bytes, int], ...],
     ) -> None:
         """A request's prompt of `num_tokens` is computed. `block_hash`: of its last full block, if
         there is one; `items`: key, as clients know it, and length, in tokens, of its first media
-        items."""
+        items; `earlier`: some of its full blocks before the last, and the tokens up to the end of
+        each, in order."""

@@ -321,6 +321,18 @@ def test_a_computed_prompt_is_told_once_with_its_last_full_block_and_its_items(
     assert chain == computed.num_tokens // BLOCK
     (event,) = to_events([computed], 0)
     assert event["type"] == "PromptComputed"
+    ends = [at * BLOCK for at in range(1, chain)]
+    assert [tokens for _, tokens in computed.earlier] == ends
+    hashes = [block for block, _ in computed.earlier] + [computed.block_hash]
+    assert [held[block][0] for block in hashes[1:]] == hashes[:-1]
+
+
+def test_of_a_long_prompt_blocks_are_told_at_even_distances() -> None:
+    published = Published(Engine(Limits()), "array", 1000)
+    published.engine.add(request("1-2-mine", text(41 * BLOCK, seed=1), [], sampling=SHORT))
+    published.run()
+    (computed,) = (each for each in published.told if isinstance(each, Computed))
+    assert [tokens for _, tokens in computed.earlier] == [3 * n * BLOCK for n in range(1, 14)]
 
 
 def test_a_load_is_told_at_most_ten_times_a_second_and_when_nothing_is_left() -> None:

@@ -276,6 +276,33 @@ async def test_an_engine_that_says_503_is_replaced_and_the_last_answer_stays() -
         response = await served.ask()
         assert response.status_code == 503
         assert [len(engine.received) for engine in engines] == [1, 1, 1]
+        assert served.frontend.retried == 1
+
+
+async def test_what_no_second_engine_got_is_not_counted_as_retried_nor_are_probes() -> None:
+    async def refuse(engine: FakeEngine, request: Received, writer: asyncio.StreamWriter) -> None:
+        reply(writer, 503, {})
+
+    async with serving(FakeEngine("a", answer=refuse)) as served:
+        assert (await served.ask()).status_code == 503
+        served.engines[0].ready = False
+        await served.until(lambda: not served.fleet.ready())
+        assert (await served.client.get("/ready")).status_code == 503
+        told = (await served.client.get("/metrics")).text
+        assert "lookonce_fleet_retried_total 0\n" in told
+        assert 'lookonce_fleet_responses_total{status="503"} 1\n' in told
+        assert 'status="200"' not in told
+
+
+async def test_a_prompt_that_an_engine_refused_is_not_taken_for_computed() -> None:
+    async def refuse(engine: FakeEngine, request: Received, writer: asyncio.StreamWriter) -> None:
+        reply(writer, 429, {})
+
+    async with serving(FakeEngine("a", answer=refuse)) as served:
+        for _ in range(2):
+            response = await served.ask("x" * 5000)
+            assert response.status_code == 429
+            assert response.headers["x-lookonce-route"].startswith("only; prompt 0/")
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages"])

@@ -480,6 +480,75 @@ def test_a_failed_request_has_computed_nothing() -> None:
     assert again.work.known_tokens == 0
 
 
+def test_a_failed_request_takes_nothing_from_another_one_with_its_beginning() -> None:
+    fleet = Fleet("a")
+    body = identity(chat("long " * 600))
+    fleet.send(body)
+    name, second = fleet.send(body)
+    fleet.router.ended(name, second, failed=True)
+    assert fleet.send(body)[1].work.known_tokens > 0
+
+
+def test_a_prompt_that_was_aborted_before_it_was_computed_is_not_known() -> None:
+    fleet = Fleet("a")
+    body = identity(chat("long " * 600))
+    name, route = fleet.send(body)
+    fleet.router.ended(name, route)
+    for number in range(2):  # loads that come after it; it is not told of between them
+        fleet.router.check_integrity()
+        fleet.router.apply(route.engine, [load(prompt_tokens=2000 + number)])
+    assert fleet.send(body)[1].work.known_tokens == 0
+
+
+def test_an_engine_that_has_lost_all_is_computing_only_what_runs() -> None:
+    fleet = Fleet("a")
+    ended, runs = (identity(chat(name * 3000)) for name in "er")
+    name, route = fleet.send(ended)
+    fleet.router.ended(name, route)
+    fleet.send(runs)
+    fleet.router.apply(route.engine, [AllGone(KV)])
+    assert fleet.send(ended)[1].work.known_tokens < 10  # what all prompts begin with
+    assert fleet.send(runs)[1].work.known_tokens > 100
+
+
+def test_engines_tell_of_their_own_prompts_of_one_id() -> None:
+    fleet = Fleet("a", "b")
+    prompts = [identity(chat(name * 3000)) for name in "ab"]
+    routes = [
+        fleet.router.route("same", prompt, without)
+        for prompt, without in zip(prompts, ("b", "a"), strict=True)
+    ]
+    for route in routes:
+        fleet.router.ended("same", route)
+    for route in routes:
+        fleet.compute("same", route)
+        fleet.router.check_integrity()
+    for _ in range(2):
+        for route in routes:
+            fleet.router.apply(route.engine, [load()])
+    for prompt, route in zip(prompts, routes, strict=True):
+        again = fleet.send(prompt)[1]
+        assert (again.engine, again.reason) == (route.engine, "known")
+
+
+def test_a_prompt_whose_end_was_evicted_is_known_up_to_there() -> None:
+    fleet = Fleet("a")
+    prompt = identity(chat("one " * 1000, "two " * 1000, "three " * 1000))
+    name, route = fleet.send(prompt)
+    total = route.work.num_tokens
+    earlier = [(bytes([n]) * 32, round(total * n / 10)) for n in range(1, 10)]
+    told = PromptComputed(name, total, [], b"z" * 32, earlier)
+    held = Added(KV, [short(block) for block, _ in earlier] + [short(b"z" * 32)])
+    fleet.router.apply(route.engine, [held, told])
+    fleet.router.ended(name, route)
+    again, route = fleet.send(prompt)
+    fleet.router.ended(again, route, failed=True)
+    assert route.work.known_tokens == total
+    evicted = [b"z" * 32, *(block for block, _ in earlier[5:])]
+    fleet.router.apply(route.engine, [Gone(KV, [short(block) for block in evicted])])
+    assert 0.3 * total < fleet.send(prompt)[1].work.known_tokens <= 0.5 * total
+
+
 def test_a_session_and_what_is_stored_stay_at_their_engine_as_long_as_it_takes_requests() -> None:
     fleet = Fleet("a", "b", "c")
     _, first = fleet.send(identity(chat("one"), session="s"))
@@ -705,8 +774,9 @@ def test_a_prompt_is_known_where_its_answer_ended_before_its_engine_told() -> No
     fleet.router.ended(name, route)
     fleet.compute(name, route)
     fleet.router.check_integrity()
-    again = fleet.send(prompt)[1]
+    name, again = fleet.send(prompt)
     assert (again.engine, again.reason) == (route.engine, "known")
+    fleet.router.ended(name, again, failed=True)
     fleet.router.apply(route.engine, [Gone(KV, [short(b"b" * 32)])])
     assert fleet.send(prompt, ())[1].work.known_tokens == 0
 

@@ -50,7 +50,8 @@ def drive(calls: list[Any], make: Callable[..., StepEvents], load: Load) -> None
             case "cleared":
                 events.cleared()
             case "computed":
-                events.computed("0-7-7", 40, arguments[0], ((arguments[0], 16),))
+                told = ((arguments[0], 16),)
+                events.computed("0-7-7", 40, arguments[0], told, told)
             case "load":
                 load.decoded_tokens += 1
                 events.tell_load(float(moment), arguments[0], 1)
@@ -71,7 +72,8 @@ def as_followed(topic: str, change: cache_events.Change) -> Change:
         case cache_events.Load():
             return EngineLoad(*msgspec.structs.astuple(change))
         case cache_events.Computed():
-            told = change.request_id, change.num_tokens, list(change.items), change.block_hash
+            items, earlier = list(change.items), list(change.earlier)
+            told = change.request_id, change.num_tokens, items, change.block_hash, earlier
             return PromptComputed(*told)
         case _:
             return AllGone(topic)

@@ -113,6 +113,7 @@ class Computed(msgspec.Struct, frozen=True, gc=False):
     num_tokens: int
     block_hash: bytes | None
     items: tuple[tuple[bytes, int], ...]
+    earlier: tuple[tuple[bytes, int], ...] = ()
 
 
 class Load(msgspec.Struct, gc=False):
@@ -227,9 +228,10 @@ class StepEvents:
         num_tokens: int,
         block_hash: bytes | None,
         items: tuple[tuple[bytes, int], ...],
+        earlier: tuple[tuple[bytes, int], ...],
     ) -> None:
         self._requests.append(
-            Computed(client_request_id(request_id), num_tokens, block_hash, items)
+            Computed(client_request_id(request_id), num_tokens, block_hash, items, earlier)
         )
 
     def tell_load(self, moment: float, running: int, waiting: int) -> None:
@@ -293,13 +295,14 @@ def _event(change: Change, block_size: int) -> Event:
             return {"type": "AllBlocksCleared"}
         case Held(key):
             return {"type": "KeysHeld", "keys": [key]}
-        case Computed(request_id, num_tokens, block_hash, items):
+        case Computed(request_id, num_tokens, block_hash, items, earlier):
             return {
                 "type": "PromptComputed",
                 "request_id": request_id,
                 "num_tokens": num_tokens,
                 "items": items,
                 "block_hash": block_hash,
+                "earlier_blocks": earlier or None,
             }
         case Load():
             return {"type": "EngineLoad"} | msgspec.structs.asdict(change)
