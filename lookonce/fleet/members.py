@@ -36,10 +36,17 @@ logger = logging.getLogger("lookonce.fleet")
 
 PROBE_SECONDS = 1.0
 """Between two looks at an engine's `/ready`."""
-PROBE_TIMEOUT = 5.0
+LATE_SECONDS = 1.0
+"""A probe that has no answer for so long makes the engine late: others are preferred to it."""
+PROBE_TIMEOUT = 3.0
 SILENT_PROBES = 2
 """So many probes in a row without an answer in time: the engine is given up. One alone may be a
 long pause of the engine, or of this process."""
+ENGINE_LATE_SECONDS = 2.0
+"""The same of the process that computes: it says twice a second that it lives, also while a step
+takes long."""
+ENGINE_SILENT_SECONDS = 5.0
+"""A probe that tells of such a silence counts as one without an answer."""
 LOAD_ADAPTER = "/v1/load_lora_adapter"
 LOAD_TIMEOUT = 300.0
 LOAD_HEADERS: Headers = [(b"content-type", b"application/json")]
@@ -153,6 +160,8 @@ class Member:
         """Of the model, and of its adapters."""
         self.subscriber: EventSubscriber | None = None
         self.draining = address.draining
+        self._engine_silent = 0.0
+        """Seconds that the process which computes has said nothing, by the last probe."""
         self._learning = asyncio.Lock()
         self._looks = asyncio.Event()
         self._task = asyncio.get_running_loop().create_task(self._watch())
@@ -171,19 +180,25 @@ class Member:
 
     async def _watch(self) -> None:
         num_silent = 0
+        loop = asyncio.get_running_loop()
         while True:
             self._looks.clear()
             ready: bool | None = None  # nothing was found out
+            timer = loop.call_later(LATE_SECONDS, self._note_late)
             try:
                 ready = await self._probe()
                 num_silent = 0
+                self.state.late = self._engine_silent > ENGINE_LATE_SECONDS
             except TimeoutError:
+                self._note_late()
                 num_silent += 1
                 if num_silent >= SILENT_PROBES:
                     ready = False
                     self._give_up()
             except NoDescriptorError:
                 pass
+            finally:
+                timer.cancel()
             if ready is not None:  # `look` may have been called meanwhile
                 self.state.accepts = ready and not self.draining
             self._on_look()
@@ -192,13 +207,20 @@ class Member:
                     await self._looks.wait()
                     await asyncio.sleep(0.05)
 
+    def _note_late(self) -> None:
+        self.state.late = True
+
     async def _probe(self) -> bool:
-        """Whether the engine takes requests. Raises `TimeoutError` where it gives no answer, and
-        `NoDescriptorError`."""
+        """Whether the engine takes requests. Raises `TimeoutError` where it gives no answer, or its
+        process that computes is silent, and `NoDescriptorError`."""
         found = await self._probed("/ready")
+        self._engine_silent = 0.0
         if found is None or found[0] != 200:
             self.without.clear()  # whatever comes back may be able to
             return False
+        self._engine_silent = _engine_silent(found[1])
+        if self._engine_silent > ENGINE_SILENT_SECONDS:
+            raise TimeoutError
         if not await self._learn():
             return self.state.accepts  # it goes on as it is known
         if not self.state.accepts and not self.draining:
@@ -309,6 +331,20 @@ class Member:
             raise TimeoutError from None
         except EngineLostError:
             return None
+
+
+class _Readiness(msgspec.Struct):
+    """What of `server.routes.admin.Readiness` is read here."""
+
+    engine_silent_seconds: float = 0.0
+
+
+def _engine_silent(body: bytes) -> float:
+    """0 where the answer does not say so, as that of an engine of another version."""
+    try:
+        return msgspec.json.decode(body, type=_Readiness).engine_silent_seconds
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return 0.0
 
 
 class Fleet:

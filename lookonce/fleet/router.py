@@ -176,6 +176,9 @@ class EngineState:
         """Loads that told of work done since the one before."""
         self.accepts = True
         """False: it drains, or is not reachable; it gets no new requests."""
+        self.late = False
+        """It has been silent for longer than is usual: it gets no new requests where others of its
+        model take them, but for those that go on with what it has stored."""
         self.load: EngineLoad | None = None
         self.backlog = 0.0
         """Seconds of what was sent from here and is not done."""
@@ -626,6 +629,7 @@ class Router:
         ]
         if not candidates:
             raise NoEngineError
+        candidates = self._punctual(identity, candidates)
         stuck = self._stuck(identity, candidates)
         media = [self._keyed(medium, identity) for medium in identity.media]
         knowing = self._knowing(media, candidates)
@@ -655,6 +659,13 @@ class Router:
         route = Route(engine, identity, work, reason, price, next_price)
         self._begin(request_id, route, media)
         return route
+
+    def _punctual(self, identity: Identity, candidates: list[EngineState]) -> list[EngineState]:
+        """Those that are not late, as far as there are any."""
+        holder = None
+        if identity.stored is not None:
+            holder = self.engine_of_stored(identity.tenant, identity.stored)
+        return [each for each in candidates if not each.late or each is holder] or candidates
 
     def _cheapest(
         self, prices: Sequence[tuple[float, EngineState, Work]], identity: Identity

@@ -396,5 +396,6 @@ def test_silence_counts_as_stalling(health, time):
     health.beat(Heartbeat(EPOCH, True, 100.0), EPOCH)
     time.now += 19.0
     assert health.state == "ready"
+    assert health.silent_seconds == 19.0
     time.now += 2.0
     assert health.state == "stuck"

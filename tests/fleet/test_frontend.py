@@ -332,8 +332,9 @@ async def test_a_death_in_the_middle_ends_its_own_stream_with_an_error(path: str
             assert told["error"]["code"] == "engine_dead"
 
 
+@pytest.mark.parametrize("process", ["api", "engine"])
 async def test_a_stopped_engine_is_given_up_and_taken_back_when_it_continues(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, process: str
 ) -> None:
     """One that hangs would hold its requests for ever: connections to it stay open."""
 
@@ -355,15 +356,61 @@ async def test_a_stopped_engine_is_given_up_and_taken_back_when_it_continues(
         async with served.client.stream("POST", "/v1/chat/completions", json=body) as response:
             lines = response.aiter_lines()
             assert await anext(lines) == "data: 1"
-            engine.stopped = True
-            waiting = await served.ask(**asked)
+            task = asyncio.create_task(served.ask(**asked))
+            await served.until(lambda: len(engine.received) == 3)
+            if process == "api":
+                engine.stopped = True
+            else:
+                engine.engine_silent = 60.0
+            waiting = await task
             rest = [line async for line in lines if line]
         assert waiting.json()["engine"] != first
         assert json.loads(rest[-1].removeprefix("data: "))["error"]["code"] == "engine_dead"
         assert served.frontend.retried == 1
         assert [each.address.name for each in served.fleet.ready()] == [waiting.json()["engine"]]
-        engine.stopped = False
+        engine.stopped, engine.engine_silent = False, 0.0
         await served.until(lambda: len(served.fleet.ready()) == 2)
+
+
+@pytest.mark.parametrize("process", ["api", "engine"])
+async def test_an_engine_that_answers_late_is_avoided_and_keeps_its_requests(
+    monkeypatch: pytest.MonkeyPatch, process: str
+) -> None:
+    release = asyncio.Event()
+
+    async def wait(engine: FakeEngine, request: Received, writer: asyncio.StreamWriter) -> None:
+        await release.wait()
+        reply(writer, 200, {"engine": engine.name})
+
+    monkeypatch.setattr("lookonce.fleet.members.LATE_SECONDS", 0.05)
+    monkeypatch.setattr("lookonce.fleet.members.PROBE_TIMEOUT", 60.0)
+    monkeypatch.setattr("lookonce.fleet.members.PROBE_SECONDS", 0.01)
+    async with serving(FakeEngine("a"), FakeEngine("b")) as served:
+        asked: dict[str, Any] = {"prompt_cache_key": "one"}
+        first = (await served.ask(**asked)).json()["engine"]
+        engine, state = served.named(first), served.fleet.router.engines[first]
+        engine.answer = wait
+        waiting = asyncio.create_task(served.ask(**asked))
+        await served.until(lambda: len(engine.received) == 2)
+        if process == "api":
+            engine.stopped = True
+        else:
+            engine.engine_silent = 3.0
+        await served.until(lambda: state.late)
+        for name in ("one", "two", "three"):
+            assert (await served.ask(prompt_cache_key=name)).json()["engine"] != first
+        engine.stopped, engine.engine_silent = False, 0.0
+        await served.until(lambda: not state.late)
+        release.set()
+        assert (await waiting).json()["engine"] == first
+        assert served.frontend.retried == 0
+
+
+async def test_an_engine_that_answers_late_serves_where_there_is_no_other_one() -> None:
+    async with serving(FakeEngine("a")) as served:
+        served.engines[0].engine_silent = 3.0
+        await served.until(lambda: served.fleet.router.engines["a"].late)
+        assert (await served.ask()).status_code == 200
 
 
 async def test_one_silent_probe_alone_ends_no_request(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,6 +75,8 @@ class FakeEngine:
     stopped: bool = False
     """It takes connections and answers nothing, as a process that was sent SIGSTOP."""
     unanswered_probes: int = 0
+    engine_silent: float = 0.0
+    """Seconds for which the process that computes has said nothing, as its API process tells."""
     fingerprint: str = FINGERPRINT
     files_digest: str = ""
     facts: dict[str, Any] | None = None
@@ -125,7 +127,8 @@ class FakeEngine:
                 self.probes[target] += 1
                 reply(writer, 500, {})
             case "/ready":
-                reply(writer, 200 if self.ready else 503, {})
+                told = {"engine_silent_seconds": self.engine_silent}
+                reply(writer, 200 if self.ready else 503, told)
             case "/v1/models":
                 cards = [{"id": self.model, "object": "model"}]
                 adapters = [

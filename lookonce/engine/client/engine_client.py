@@ -153,6 +153,12 @@ class EngineClient:
         return self._health.state
 
     @property
+    def silent_seconds(self) -> float:
+        """Since the engine process last said that it lives, which it does twice a second whatever
+        its steps take; 0 while there is no connection."""
+        return self._health.silent_seconds
+
+    @property
     def model(self) -> ModelInfo:
         """The served model, also after the engine has died; `NotReadyError` before it was ready."""
         return self._health.model
@@ -797,8 +803,13 @@ class EngineHealth:
             return "dead" if self._was_connected else "starting"
         if not self._ready.is_set():
             return "starting"
-        silent = self._clock() - self._last_beat
-        return "stuck" if self._stalled + silent > self._stall_timeout else "ready"
+        stalled = self._stalled + self.silent_seconds
+        return "stuck" if stalled > self._stall_timeout else "ready"
+
+    @property
+    def silent_seconds(self) -> float:
+        """Since the last heartbeat; 0 while there is no connection."""
+        return self._clock() - self._last_beat if self.connected else 0.0
 
     @property
     def model(self) -> ModelInfo:

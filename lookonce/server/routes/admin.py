@@ -31,6 +31,12 @@ class Status(msgspec.Struct):
     status: str
 
 
+class Readiness(msgspec.Struct):
+    status: str
+    engine_silent_seconds: float | msgspec.UnsetType = msgspec.UNSET
+    """Since the engine process last said that it lives; left out below 50 ms."""
+
+
 class Version(msgspec.Struct):
     version: str
 
@@ -48,7 +54,8 @@ async def ready(request: Request) -> Response:
     state: str = "draining" if services.drain.draining else services.engine.state
     if state == "ready" and services.warming:
         state = "warming"
-    return json_response(Status(state), 200 if state == "ready" else 503)
+    told = Readiness(state, round(services.engine.silent_seconds, 1) or msgspec.UNSET)
+    return json_response(told, 200 if state == "ready" else 503)
 
 
 async def show_version(request: Request) -> Response:

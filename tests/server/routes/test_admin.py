@@ -31,6 +31,16 @@ def test_health_follows_the_engine_and_readiness_the_service(on_site):
     on_site(scenario)
 
 
+def test_readiness_tells_how_long_the_engine_process_has_been_silent(on_site):
+    async def scenario(site):
+        assert (await site.client.get("/ready")).json() == {"status": "ready"}
+        site.engine.silent_seconds = 3.14
+        told = (await site.client.get("/ready")).json()
+        assert told == {"status": "ready", "engine_silent_seconds": 3.1}
+
+    on_site(scenario)
+
+
 def test_models_and_version(on_site):
     async def scenario(site):
         models = (await site.client.get("/v1/models")).json()
