@@ -363,8 +363,12 @@ class Fleet:
     async def wait_served(self, num_models: int) -> None:
         """Until engines of so many models accept requests."""
         while len({member.address.model for member in self.ready()}) < num_models:
-            self._looked.clear()
-            await self._looked.wait()
+            await self.wait_looked()
+
+    async def wait_looked(self) -> None:
+        """Until something may be known anew of an engine."""
+        self._looked.clear()
+        await self._looked.wait()
 
     def update(self, addresses: Mapping[str, EngineAddress]) -> None:
         """The engines that there are now, by name. One that is named no more gets no new requests;
@@ -418,8 +422,7 @@ class Fleet:
     async def told_of(self, model: str) -> Processor:
         """What an engine of the model tells, once one has told what rendering needs."""
         while (told := self.processor_of(model)).facts is None:
-            self._looked.clear()
-            await self._looked.wait()
+            await self.wait_looked()
         return told
 
     def processors_of(self, model: str) -> dict[str, Processor]:

@@ -14,9 +14,9 @@ import asyncio
 import dataclasses
 import logging
 import re
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -118,13 +118,33 @@ class _Served:
     """Its engines store responses."""
     unlike: frozenset[str] = frozenset()
     """Engines that it was said of that they are not what it was opened for."""
+    num_requests: int = 0
+    """That are being answered."""
+    idle: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when the last one of these has ended."""
+
+    @contextmanager
+    def answering(self) -> Iterator[None]:
+        self.num_requests += 1
+        try:
+            yield
+        finally:
+            self.num_requests -= 1
+            if not self.num_requests:
+                self.idle.set()
+
+    async def wait_idle(self) -> None:
+        while self.num_requests:
+            self.idle.clear()
+            await self.idle.wait()
 
 
 class Rendering:
     """The models of a fleet that its front-end renders for; an async context manager.
 
-    Each is opened once an engine has told of it. Before, and as long as its engines are not what it
-    was opened for, its requests go to engines as they came.
+    Each is opened once an engine has told of it. Before, and as long as some of its engines are not
+    what it was opened for, its requests go to engines as they came. Once none of them is that any
+    more, it is opened anew.
     """
 
     def __init__(self, fleet: Fleet, models: Sequence[RenderedModel], server: ServerConfig) -> None:
@@ -132,14 +152,14 @@ class Rendering:
         self._served: dict[str, _Served] = {}
         self._failed: set[str] = set()
         """Models that could not be opened; each is tried again."""
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks: set[asyncio.Task[None]] = set()
         self._opened = asyncio.Event()
         self.num_rendered = self.num_retried = 0
         """Requests, and prompts that a second engine got."""
 
     async def __aenter__(self) -> Rendering:
         loop = asyncio.get_running_loop()
-        self._tasks = [loop.create_task(self._serve(model)) for model in self._models]
+        self._tasks = {loop.create_task(self._serve(model)) for model in self._models}
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -165,11 +185,19 @@ class Rendering:
         while True:
             try:
                 told = await self._fleet.told_of(model.name)
-                async with open_served(model, told, self._fleet, self._server) as served:
+                async with AsyncExitStack() as stack:
+                    served = await stack.enter_async_context(
+                        open_served(model, told, self._fleet, self._server)
+                    )
                     self._served[model.name] = served
                     self._failed.discard(model.name)
                     self._opened.set()
-                    await asyncio.Event().wait()
+                    delay, said = OPEN_AGAIN_SECONDS, ""
+                    await self._wait_all_unlike(model.name, served)
+                    logger.info("all engines of %s have other files than before", model.name)
+                    del self._served[model.name]
+                    self._close_when_idle(served, stack.pop_all())
+                    continue
             except LookOnceError as error:
                 if error.message != said:
                     said = error.message
@@ -182,6 +210,25 @@ class Rendering:
                 self._opened.set()
             await asyncio.sleep(delay)
             delay = min(2 * delay, MAX_OPEN_AGAIN_SECONDS)
+
+    async def _wait_all_unlike(self, model: str, served: _Served) -> None:
+        """Until no engine is what the model was opened for, and some have told what they are."""
+        while True:
+            await self._fleet.wait_looked()
+            told = self._fleet.processors_of(model).values()
+            if told and not any(_are_alike(each, served.engine.processor) for each in told):
+                return
+
+    def _close_when_idle(self, served: _Served, opened: AsyncExitStack) -> None:
+        """No request comes any more; those that are being answered go on."""
+
+        async def close() -> None:
+            async with opened:
+                await served.wait_idle()
+
+        task = asyncio.get_running_loop().create_task(close())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def abort(self, tenant: str, request_ids: Sequence[str]) -> list[str]:
         """Abort a tenant's requests that are rendered or answered here; those that there were."""
@@ -255,7 +302,10 @@ class Rendering:
         replies = _Replies(request, send)
         token = current_request.set(request)
         try:
-            await served.app({**scope, "headers": headers}, _replayed(content, receive), replies)
+            with served.answering():
+                await served.app(
+                    {**scope, "headers": headers}, _replayed(content, receive), replies
+                )
         finally:
             current_request.reset(token)
             self.num_retried += request.num_retried

@@ -74,11 +74,14 @@ def fingerprint() -> bytes:
 
 def renders_as_here(name: str, model: str = "nano") -> FakeEngine:
     """An engine with the files of the embedded model."""
-    folder = EMBEDDED_MODELS[NANO]
-    digest = digest_of_files(folder, template_sources(folder, Tokenizer.load(folder)))
+    digest = files_digest(Path(EMBEDDED_MODELS[NANO]))
     return FakeEngine(
         name, model, fingerprint=fingerprint().hex(), files_digest=digest, facts=FACTS
     )
+
+
+def files_digest(folder: Path) -> str:
+    return digest_of_files(folder, template_sources(folder, Tokenizer.load(folder)))
 
 
 @pytest.fixture(scope="module")
@@ -627,6 +630,47 @@ def test_a_model_is_opened_once_its_files_are_those_of_its_engines(
             return fleet.received[-1].target == GENERATE
 
         until(is_rendered, 30)
+
+
+def test_a_model_is_opened_anew_once_all_its_engines_have_other_files(tmp_path: Path) -> None:
+    """What is being answered meanwhile goes on."""
+    folder = tmp_path / "nano"
+    shutil.copytree(EMBEDDED_MODELS[NANO], folder)
+    fakes = [renders_as_here(name) for name in "ab"]
+    models = [RenderedModel(name="nano", model=str(folder))]
+    release = threading.Event()
+
+    async def held(engine: FakeEngine, request: Received, writer: asyncio.StreamWriter) -> None:
+        while not release.is_set():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        await generates(82, 83)(engine, request, writer)
+
+    with running_frontend([], models, fakes=fakes) as frontend, ThreadPoolExecutor(1) as thread:
+        fleet = Fleet(frontend, fakes)
+        fleet.answered_by(held)
+        waiting = thread.submit(fleet.ask)
+        until(lambda: fleet.received, 30)
+        assert fleet.received[0].target == GENERATE
+        fleet.answered_by(generates(82, 83))
+        config = folder / "tokenizer_config.json"
+        config.write_bytes(config.read_bytes() + b" ")
+        for fake in fakes:
+            fake.files_digest = files_digest(folder)
+
+        def known() -> set[str]:
+            listed = frontend.fleet.processors_of("nano").values()
+            return {each.files_digest for each in listed}
+
+        until(lambda: known() == {files_digest(folder)}, 30)
+
+        def is_rendered() -> bool:
+            before = [each.target for each in fleet.received].count(GENERATE)
+            fleet.ask()
+            return [each.target for each in fleet.received].count(GENERATE) > before
+
+        until(is_rendered, 30)
+        release.set()
+        assert waiting.result().status_code == 200
 
 
 def test_engines_that_tell_nothing_keep_no_front_end_waiting() -> None:
