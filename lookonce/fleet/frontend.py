@@ -536,15 +536,19 @@ class Frontend:
     async def _models(self, exchange: _Exchange) -> None:
         """A card of each model and adapter. One engine is asked, so that keys are checked."""
         members = self._fleet.ready()
-        if not members:
-            await exchange.refuse(503, "no_engine", "no engine takes requests now")
+        for asked in members:
+            try:
+                async with exchange.asking(asked, exchange.request_id) as answer:
+                    status, headers, body = answer.status, answer.headers, await answer.body()
+            except EngineLostError:
+                asked.look()
+                continue
+            if status == 200:
+                cards = {card["id"]: card for member in members for card in member.cards}
+                body = msgspec.json.encode({"object": "list", "data": list(cards.values())})
+            await exchange.answer(status, headers, body)
             return
-        async with exchange.asking(members[0], exchange.request_id) as answer:
-            status, headers, body = answer.status, answer.headers, await answer.body()
-        if status == 200:
-            cards = {card["id"]: card for member in members for card in member.cards}
-            body = msgspec.json.encode({"object": "list", "data": list(cards.values())})
-        await exchange.answer(status, headers, body)
+        await exchange.refuse(503, "no_engine", "no engine takes requests now")
 
     # --- the front-end's own routes --------------------------------------------------------------
 

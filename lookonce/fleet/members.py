@@ -218,7 +218,7 @@ class Member:
         if found is None or found[0] != 200:
             self.without.clear()  # whatever comes back may be able to
             return False
-        self._engine_silent = _engine_silent(found[1])
+        self._engine_silent = _told_silence(found[1])
         if self._engine_silent > ENGINE_SILENT_SECONDS:
             raise TimeoutError
         if not await self._learn():
@@ -339,7 +339,7 @@ class _Readiness(msgspec.Struct):
     engine_silent_seconds: float = 0.0
 
 
-def _engine_silent(body: bytes) -> float:
+def _told_silence(body: bytes) -> float:
     """0 where the answer does not say so, as that of an engine of another version."""
     try:
         return msgspec.json.decode(body, type=_Readiness).engine_silent_seconds

@@ -831,7 +831,8 @@ class Router:
         route.expected = tuple(each.output for each in media)
         for key in route.expected:
             engine.expected[key] = engine.expected.get(key, 0) + 1
-        route.nodes = nodes = []
+        nodes: list[_Node] = []
+        route.nodes = nodes
         for piece in identity.pieces:
             node = self._nodes.get(piece.digest)
             if node is None:

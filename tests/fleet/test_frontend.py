@@ -1378,3 +1378,10 @@ async def test_memory_is_given_back_once_nothing_more_comes(
     async with serving(FakeEngine("a")) as served:
         await served.ask("x" * 2 * uvicorn_server.REST_BYTES)
         await served.until(lambda: times)
+
+
+async def test_models_are_told_by_another_engine_where_the_one_that_was_asked_dies() -> None:
+    async with serving(FakeEngine("a"), FakeEngine("b")) as served:
+        served.named("a").kill()
+        answer = await served.client.get("/v1/models")
+        assert [card["id"] for card in answer.json()["data"]] == ["nano"]
