@@ -54,6 +54,7 @@ from lookonce.fleet.config import (
     listen_options,
     rendered_models,
 )
+from lookonce.fleet.engine_http import EngineClient, EngineLostError, IdleConnections
 from lookonce.fleet.frontend import Frontend
 from lookonce.fleet.members import EngineAddress, EngineKeys, Fleet
 from lookonce.fleet.router import QueuePrice, Router, engines_wanted
@@ -78,6 +79,13 @@ takes another's place must not refuse what that one would have served."""
 OPENING_SECONDS = 60.0
 """How long it waits for what renders prompts; meanwhile engines would render them."""
 HEALTH_SECONDS = 2.0
+HEALTH_TIMEOUT = 10.0
+"""For an answer of an engine's `/health`: less than Ray waits for `check_health`."""
+SILENT_CHECKS = 3
+"""So many checks in a row that fail make Ray replace a replica."""
+UNHEALTHY_SECONDS = 600.0
+"""How long an engine's server may answer that it is unhealthy: it replaces an engine process that
+hangs, after twice `--engine-stall-timeout`, and one that has ended, by itself."""
 SERVING = re.compile(r"^Serving .* on (?:http://)?(\S+)$")
 ENGINE, FRONTEND = "Engine", "Frontend"
 
@@ -134,6 +142,9 @@ class Engine:
         )
         http = self._wait_ready()
         self._address = EngineAddress("", self._group.name, http, self._events, self._replay)
+        self._client = EngineClient(http, IdleConnections())
+        self._healthy, self._num_silent = time.monotonic(), 0
+        """When `/health` was last answered by 200; checks since then that had no answer."""
         self._queue_price = QueuePrice()
         self._subscriber: EventSubscriber | None = None
 
@@ -173,10 +184,35 @@ class Engine:
             )
         return {QUEUE_PRICE: self._queue_price.seconds}
 
-    def check_health(self) -> None:
-        """Raises once the server has ended; it replaces its own processes by itself."""
+    async def check_health(self) -> None:
+        """Raises once the server has ended, where it does not answer, or has not been healthy for
+        `UNHEALTHY_SECONDS`; it replaces its own processes by itself. Ray replaces this replica
+        after `SILENT_CHECKS` of these in a row."""
         if self._process.poll() is not None:
             raise RuntimeError(f"lookonce serve ended with status {self._process.returncode}")
+        status = await self._asked_health()
+        if status is None:
+            self._num_silent += 1
+            if self._num_silent >= SILENT_CHECKS:  # what is stopped ends at no other signal
+                _kill_session(self._process.pid)
+            raise RuntimeError("lookonce serve does not answer")
+        self._num_silent = 0
+        if status == 200:
+            self._healthy = time.monotonic()
+        elif time.monotonic() - self._healthy > UNHEALTHY_SECONDS:
+            raise RuntimeError("lookonce serve is unhealthy")
+
+    async def _asked_health(self) -> int | None:
+        """The status of the server's `/health`; None where it does not answer."""
+        with contextlib.suppress(TimeoutError, EngineLostError):
+            async with asyncio.timeout(HEALTH_TIMEOUT):
+                answer = await self._client.request("GET", "/health")
+                try:
+                    await answer.body()
+                    return answer.status
+                finally:
+                    answer.close()
+        return None
 
     def pid(self) -> int:
         """Of `lookonce serve`."""
@@ -193,8 +229,23 @@ class Engine:
         try:
             self._process.wait(self._drain_timeout + 10.0)
         except subprocess.TimeoutExpired:
-            os.killpg(self._process.pid, signal.SIGKILL)
+            _kill_session(self._process.pid)
         self._folder.cleanup()
+
+
+def _kill_session(leader: int) -> None:
+    """Kill a process that began a session, and all that are in it."""
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            _, _, _, session = stat.read_text().rpartition(")")[2].split()[:4]
+            if int(session) == leader:
+                os.kill(int(stat.parent.name), signal.SIGKILL)
+
+
+def _machines() -> list[str]:
+    """Addresses of the cluster's machines that there are now; one that joins later is not among
+    them, so that engines name its front-ends as the clients of their requests."""
+    return sorted({node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]})
 
 
 class FrontendReplica:

@@ -294,6 +294,26 @@ def test_a_killed_engine_is_replaced_and_no_whole_answer_fails(
     assert bystanders.failures == []
 
 
+def test_an_engine_that_hangs_is_replaced_and_no_whole_answer_fails(fleet: RunningFleet) -> None:
+    before = {engine["name"] for engine in fleet.engines()}
+    server = fleet.pids("lookonce.cli.main serve")[0]
+    stopped = [pid for pid in fleet.pids("lookonce") if os.getsid(pid) == server]
+    assert len(stopped) >= 3  # the server, an API process and the one that computes
+    with Bystanders(fleet) as bystanders:
+        for pid in stopped:
+            os.kill(pid, signal.SIGSTOP)
+        until(lambda: {e["name"] for e in fleet.engines()} - before, 300)
+        fleet.until_engines(len(before))
+    assert bystanders.failures == []
+    until(lambda: not any(map(is_running, stopped)), 60)
+
+
+def is_running(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
 def test_a_killed_front_end_is_replaced_and_the_other_serves(fleet: RunningFleet) -> None:
     """Its own connections end: clients that ask again are served."""
     front_ends = fleet.pids(FRONT_END)
