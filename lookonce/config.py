@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import ipaddress
 import os
 import re
 import secrets
@@ -341,6 +342,8 @@ class ServerConfig:
     """More names that `Host` may have; `*` and `*.example.org` are patterns."""
     allowed_origins: tuple[str, ...] = ()
     """Origins of web pages that may use this server; `*`: every one."""
+    forwarded_allow_ips: tuple[str, ...] = ()
+    """Peers whose `X-Forwarded-For` tells the client: addresses, networks, `unix`, `*`."""
     ssl_certfile: str | None = None
     """A PEM file's path; None: no TLS."""
     ssl_keyfile: str | None = None
@@ -448,6 +451,7 @@ class Options:
     limits: str | None = None
     allowed_hosts: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
+    forwarded_allow_ips: tuple[str, ...] = ()
     ssl_certfile: str | None = None
     ssl_keyfile: str | None = None
     max_connections: int = 4096
@@ -570,6 +574,7 @@ def resolve(options: Options) -> Config:
             limits_file=options.limits,
             allowed_hosts=tuple(map(_host_pattern, options.allowed_hosts)),
             allowed_origins=tuple(map(_origin, options.allowed_origins)),
+            forwarded_allow_ips=tuple(map(_forwarding_peer, options.forwarded_allow_ips)),
             ssl_certfile=options.ssl_certfile,
             ssl_keyfile=_checked_ssl_keyfile(options),
             connections=ConnectionConfig(
@@ -953,6 +958,15 @@ def _origin(text: str) -> str:
             f"--allowed-origins: {text!r} is not SCHEME://HOST, with port or not, or *"
         )
     return origin
+
+
+def _forwarding_peer(text: str) -> str:
+    try:
+        return text if text in ("unix", "*") else str(ipaddress.ip_network(text))
+    except ValueError:
+        raise ConfigError(
+            f"--forwarded-allow-ips: {text!r} is not an address, a network, unix or *"
+        ) from None
 
 
 def _checked_ssl_keyfile(options: Options) -> str | None:

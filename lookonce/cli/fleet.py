@@ -25,7 +25,7 @@ from lookonce.types.logs import configure_logging, tell
 OPTION_KINDS = get_type_hints(Options)
 FLEET_KEYS = (
     *("host", "port", "frontends", "frontend_resources", "api_key_file", "address"),
-    "drain_timeout",
+    *("drain_timeout", "forwarded_allow_ips"),
     "models",
 )
 GROUP_KEYS = (
@@ -36,6 +36,7 @@ OWN_OPTIONS = frozenset(
     {
         *("model", "host", "port", "uds", "events", "api_key", "api_key_file"),
         *("served_model_name", "ssl_certfile", "ssl_keyfile", "root_path", "allowed_origins"),
+        "forwarded_allow_ips",
     }
 )
 """Of `lookonce serve`; a fleet sets them itself, or does not have them."""
@@ -85,7 +86,14 @@ def fleet_of(where: str, content: dict[str, Any], overrides: dict[str, Any]) -> 
             raise ConfigError(f"{where}: target_wait of {group.name} is above 0")
     if config.frontends < 1:
         raise ConfigError(f"{where}: frontends is at least 1")
-    resolve(Options(host=config.host, port=config.port, api_key_file=config.api_key_file))
+    resolve(
+        Options(
+            host=config.host,
+            port=config.port,
+            api_key_file=config.api_key_file,
+            forwarded_allow_ips=config.forwarded_allow_ips,
+        )
+    )
     return config
 
 

@@ -33,6 +33,8 @@ HELP: dict[str, str] = {
     "repeated. Without keys: loopback, IP addresses and private names only.",
     "allowed_origins": "Web pages of these origins may use this server: https://example.org or *; "
     "comma-separated or repeated.",
+    "forwarded_allow_ips": "Proxies whose X-Forwarded-For tells the client, for the audit: "
+    "addresses, networks, unix (whoever reaches --uds) or *; comma-separated or repeated.",
     "ssl_certfile": "Serve HTTPS with this certificate, a PEM file.",
     "ssl_keyfile": "The certificate's key, where it is not in --ssl-certfile.",
     "max_connections": "Connections that one API process holds open.",
@@ -136,6 +138,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "served_model_name",
         "allowed_hosts",
         "allowed_origins",
+        "forwarded_allow_ips",
         "root_path",
         "ssl_certfile",
         "ssl_keyfile",
@@ -252,7 +255,9 @@ RENDER_OPTIONS = (
 
 SECRET = "api_key"
 """The option whose environment variable no other process shall inherit."""
-COMMA_SEPARATED = ("allowed_media_domains", "allowed_hosts", "allowed_origins")
+COMMA_SEPARATED = (
+    *("allowed_media_domains", "allowed_hosts", "allowed_origins", "forwarded_allow_ips"),
+)
 
 
 def takes_options(

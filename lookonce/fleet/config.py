@@ -61,16 +61,19 @@ def rendered_models(groups: Iterable[EngineGroup]) -> list[RenderedModel]:
     ]
 
 
-def listen_options(host: str | None, folder: str) -> tuple[str, ...]:
-    """Where an engine listens, as options of `lookonce serve`. `host`: None on one machine,
-    where it is a socket in a folder of this user: no other one reaches the engine.
+def listen_options(host: str | None, folder: str, peers: Iterable[str] = ()) -> tuple[str, ...]:
+    """Where an engine listens, and who may name its clients, as options of `lookonce serve`.
+    `host`: None on one machine, where it is a socket in a folder of this user: no other one reaches
+    the engine.
 
-    On a network all requests of a front-end come from one address, which may have all connections.
+    On a network all requests of a front-end come from one address, which may have all connections;
+    `peers`: addresses of the machines that front-ends may be on.
     """
     if host is None:
-        return "--uds", f"{folder}/http"
+        return "--uds", f"{folder}/http", "--forwarded-allow-ips", "unix"
     most = str(ConnectionConfig().max_connections)
-    return "--host", host, "--port", "0", "--max-connections-per-address", most
+    named = [part for peer in peers for part in ("--forwarded-allow-ips", peer)]
+    return "--host", host, "--port", "0", "--max-connections-per-address", most, *named
 
 
 class FleetConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,4 +91,6 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True):
     address: str | None = None
     """Of a Ray cluster; None: one on this machine, started here."""
     drain_timeout: float = 30.0
+    forwarded_allow_ips: tuple[str, ...] = ()
+    """Proxies before the front-ends whose `X-Forwarded-For` tells the client."""
     """Seconds that requests have to end where an engine or a front-end is removed."""

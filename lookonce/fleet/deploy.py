@@ -61,6 +61,7 @@ from lookonce.fleet.router import QueuePrice, Router, engines_wanted
 from lookonce.fleet.server import FrontendServer, ListenerOwner, listening, shared_listener
 from lookonce.fleet.subscriber import EventSubscriber
 from lookonce.ipc.worker_process import die_with_parent
+from lookonce.types.logs import configure_logging
 
 logger = logging.getLogger("lookonce.fleet")
 
@@ -125,7 +126,8 @@ class Engine:
         host = "127.0.0.1" if local else ray.util.get_node_ip_address()
         self._events, self._replay = self._event_addresses(host, local=local)
         events = f"{self._events}?replay={self._replay}"
-        listens = listen_options(None if local else host, self._folder.name)
+        peers = () if local else _machines()
+        listens = listen_options(None if local else host, self._folder.name, peers)
         line = [
             *(sys.executable, "-m", "lookonce.cli.main", "serve", self._group.model),
             *("--served-model-name", self._group.name, *listens, "--events", events),
@@ -282,8 +284,15 @@ class FrontendReplica:
 
     async def _serve(self) -> None:
         config = self._config
-        options = Options(host=config.host, port=config.port, api_key_file=config.api_key_file)
-        server_config = resolve(options).server
+        options = Options(
+            host=config.host,
+            port=config.port,
+            api_key_file=config.api_key_file,
+            forwarded_allow_ips=config.forwarded_allow_ips,
+        )
+        resolved = resolve(options)
+        configure_logging("frontend", resolved.logs)
+        server_config = resolved.server
         fleet = Fleet(Router(), EngineKeys(config.api_key_file))
         rendering = None
         if self._rendered:  # what it imports takes 45 MB, which no other replica needs

@@ -63,8 +63,10 @@ from lookonce.fleet.members import (
 from lookonce.fleet.metrics import engines_families, fleet_families
 from lookonce.fleet.router import NoEngineError, Route
 from lookonce.frontend.responses import ErrorBody, ErrorResponse
-from lookonce.server.http.api_keys import KeyRing
+from lookonce.server.audit import audit, audit_refusal
+from lookonce.server.http.api_keys import KeyRing, Principal
 from lookonce.server.http.connections import WRITE_NOW
+from lookonce.server.http.forwarded import FORWARDED_FOR, ForwardedClients
 from lookonce.server.http.headers import header
 from lookonce.server.http.multipart import field_of
 from lookonce.server.http.request_guard import FILE_PATHS, FORM_TYPES, RequestGuard
@@ -77,6 +79,7 @@ from lookonce.server.http.responses import (
     error_type,
 )
 from lookonce.types.held_bytes import HeldBytes, TenantBytes
+from lookonce.types.logs import current_request_id
 
 if TYPE_CHECKING:
     from lookonce.fleet.rendering import Rendering
@@ -138,6 +141,8 @@ CLIENT_LEFT_STATUS = 499
 ORIGIN = re.compile(rb"\Ahttps?://[^/]*")
 REFUSAL_HEADERS = frozenset({"content-type", "www-authenticate", "retry-after", "x-request-id"})
 """Of an engine's answer to a WebSocket's handshake that it refuses, which clients get."""
+NOT_SENT_ON = frozenset({b"origin", b"x-request-id", FORWARDED_FOR})
+"""Of a client's headers: the front-end's own come in the place of the last two."""
 METRICS_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -153,6 +158,9 @@ class Frontend:
         self._keys = KeyRing.of(config)
         self._held_bytes = TenantBytes(MAX_HELD_BYTES, lambda: self._keys.are_of_several)
         self._guard = RequestGuard.of(config)
+        self._forwarded = ForwardedClients(config.forwarded_allow_ips)
+        self.paths = OWN_PATHS | MODEL_PATHS | BROADCAST_PATHS | SUMMED_PATHS | ADAPTER_PATHS
+        """Paths that the log may name."""
         self.draining = False
         self.active = 0
         """Requests that are being served."""
@@ -165,12 +173,16 @@ class Frontend:
         """On the event loop's clock; later it is asked for anew."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] not in ("http", "websocket"):
+            return
+        scope["app"] = self
+        scope.setdefault("state", {})
+        self._forwarded.resolve(scope)
         if scope["type"] == "websocket":
             await self._websocket(scope, receive, send)
             return
-        if scope["type"] != "http":
-            return
         exchange = _Exchange(scope, receive, send)
+        current_request_id.set(exchange.request_id)
         self.active += 1
         try:
             exchange.added = list(self._guard.admit(scope))
@@ -186,6 +198,7 @@ class Frontend:
         except _ClientLeft:
             exchange.status = exchange.status or CLIENT_LEFT_STATUS
         except LookOnceError as error:
+            audit_refusal(scope, error)
             response = error_response(error, error_shape(exchange.path))
             await exchange.answer(response.status_code, response.raw_headers, bytes(response.body))
         except Exception:
@@ -204,7 +217,7 @@ class Frontend:
         would not read of it is not read here either, nor looked into."""
         refused: UnauthorizedError | None = None
         try:
-            exchange.tenant = self._keys.principal(exchange.scope).tenant
+            exchange.tenant = self._principal(exchange.scope).tenant
         except UnauthorizedError as error:
             refused = error
         with HeldBytes(self._held_bytes, exchange.tenant) as held:
@@ -558,7 +571,7 @@ class Frontend:
             lines = await self._metrics()
             await exchange.answer(200, [(b"content-type", METRICS_TYPE)], lines.encode())
         elif exchange.path == "/fleet":
-            self._keys.principal(exchange.scope).require_admin()
+            self._principal(exchange.scope).require_admin()
             await exchange.answer(200, json, msgspec.json.encode(self._state()))
         else:
             models = {member.address.model for member in self._fleet.members.values()}
@@ -654,6 +667,7 @@ class Frontend:
 
         await receive()
         exchange = _Exchange(scope, receive, send)
+        current_request_id.set(exchange.request_id)
         self.active += 1
         try:
             self._guard.admit(scope)
@@ -667,6 +681,7 @@ class Frontend:
             self.active -= 1
             if isinstance(error, NoEngineError):
                 error = NotReadyError("no engine takes requests now")
+            audit_refusal(scope, error)
             await _deny(scope, receive, send, error_response(error))
             return
         accepted = False
@@ -680,6 +695,10 @@ class Frontend:
                 name.decode("latin-1"): value.decode("latin-1")
                 for name, value in scope["headers"]
                 if name in (b"authorization", b"x-api-key", b"openai-beta")
+            }
+            passed |= {
+                name.decode("latin-1"): value.decode("latin-1")
+                for name, value in _client_header(scope)
             }
             options: dict[str, Any] = {
                 "additional_headers": passed,
@@ -707,6 +726,7 @@ class Frontend:
                     failure = BadRequestError("the query has a character that no URL has")
                 elif isinstance(error, OSError) and error.errno in OWN_LACKS:
                     failure = NoDescriptorError(NO_DESCRIPTOR)
+                audit_refusal(scope, failure)
                 await _deny(scope, receive, send, error_response(failure))
         finally:
             self.active -= 1
@@ -715,9 +735,14 @@ class Frontend:
     def _is_known(self, scope: Scope) -> bool:
         """Whether a request has a key that is valid; engines refuse it otherwise."""
         with contextlib.suppress(UnauthorizedError):
-            self._keys.principal(scope)
+            self._principal(scope)
             return True
         return False
+
+    def _principal(self, scope: Scope) -> Principal:
+        """Who asks, whom the audit names from now on. Raises `UnauthorizedError`."""
+        principal = scope["state"]["principal"] = self._keys.principal(scope)
+        return principal
 
 
 async def _deny(scope: Scope, receive: Receive, send: Send, response: Response) -> None:
@@ -761,6 +786,12 @@ async def _relay(engine: Any, receive: Receive, send: Send) -> None:
         upward.cancel()
         with contextlib.suppress(asyncio.CancelledError, ConnectionClosed):
             await upward
+
+
+def _client_header(scope: Scope) -> Headers:
+    """By which engines, which trust this front-end, know who asked it."""
+    client = scope.get("client")
+    return [(FORWARDED_FOR, client[0].encode("latin-1"))] if client else []
 
 
 def _added(told: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -848,9 +879,9 @@ class _Exchange:
 
     def sent_on(self, request_id: str) -> Headers:
         """The headers that engines get."""
-        dropped = (b"origin", b"x-request-id")
-        kept = [each for each in self.scope["headers"] if each[0] not in dropped]
-        return [*kept, (b"x-request-id", request_id.encode("latin-1"))]
+        kept = [each for each in self.scope["headers"] if each[0] not in NOT_SENT_ON]
+        named = (b"x-request-id", request_id.encode("latin-1"))
+        return [*kept, named, *_client_header(self.scope)]
 
     async def receive(self) -> Message:
         """For whoever answers in the place of an engine."""
@@ -978,6 +1009,8 @@ class _Exchange:
         await self._send({"type": "http.response.body", "body": body})
 
     async def refuse(self, status: int, code: str, message: str, param: str | None = None) -> None:
+        if status != 500 and not self.begun:
+            audit("refused", self.scope, status=status, code=code, param=param)
         if self.path in ANTHROPIC_PATHS:
             body = encode(anthropic_error_of(status, message))
         else:

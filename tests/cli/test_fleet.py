@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from importlib import import_module
 from pathlib import Path
@@ -159,13 +160,27 @@ def test_a_mistake_is_named(tmp_path: Path, text: str, named: str) -> None:
 def test_on_a_network_a_front_end_may_have_all_connections_of_an_engine() -> None:
     """With as many as one address has by default, one tenant's streams kept even the front-end's
     probes from the engine, which then got nobody's requests."""
-    assert listen_options(None, "/folder") == ("--uds", "/folder/http")
     listed = listen_options("10.0.0.1", "/folder")
     given = dict(zip(listed[::2], listed[1::2], strict=True))
     assert given["--host"] == "10.0.0.1"
     options = Options(max_connections_per_address=int(given["--max-connections-per-address"]))
     connections = resolve(options).server.connections
     assert connections.max_per_address >= connections.max_connections
+
+
+def test_engines_believe_front_ends_alone_who_asks() -> None:
+    local = listen_options(None, "/folder")
+    assert local == ("--uds", "/folder/http", "--forwarded-allow-ips", "unix")
+    listed = listen_options("10.0.0.1", "/folder", ["10.0.0.1", "10.0.0.2"])
+    named = [value for name, value in itertools.pairwise(listed) if name == local[2]]
+    assert named == ["10.0.0.1", "10.0.0.2"]
+
+
+def test_front_ends_believe_the_proxies_that_the_file_names(tmp_path: Path) -> None:
+    config = read_fleet(written(tmp_path, "forwarded_allow_ips: [10.0.0.0/8]\n"), {})
+    assert config.forwarded_allow_ips == ("10.0.0.0/8",)
+    with pytest.raises(ConfigError, match="--forwarded-allow-ips"):
+        read_fleet(written(tmp_path, "forwarded_allow_ips: [proxy.example.org]\n"), {})
 
 
 def test_a_model_on_the_command_line_and_in_the_file_is_a_mistake(tmp_path: Path) -> None:

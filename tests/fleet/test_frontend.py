@@ -1380,6 +1380,45 @@ async def test_memory_is_given_back_once_nothing_more_comes(
         await served.until(lambda: times)
 
 
+async def test_what_the_front_end_refuses_itself_is_in_its_audit(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO", logger="lookonce.audit")
+    async with serving(FakeEngine("a"), api_key=("team:secret",)) as served:
+        served.client.headers["authorization"] = "Bearer secret"
+        assert (await served.ask(model="none")).status_code == 404
+        assert (await served.client.get("/fleet")).status_code == 403
+        served.client.headers["authorization"] = "Bearer other"
+        assert (await served.ask("x" * 100_000)).status_code == 401
+        assert (await served.ask()).status_code == 200  # the engine's own to refuse
+        (engine,) = served.engines
+        engine.ready = False
+        await served.until(lambda: not served.fleet.ready())
+        served.client.headers["authorization"] = "Bearer secret"
+        assert (await served.ask()).status_code == 503
+    told = [
+        {name: getattr(line, name, None) for name in ("tenant", "status", "code", "client")}
+        for line in caplog.records
+        if line.name == "lookonce.audit"
+    ]
+    known = {"tenant": "team", "client": "127.0.0.1"}
+    assert told == [
+        known | {"status": 404, "code": "model_not_found"},
+        known | {"status": 403, "code": "forbidden"},
+        {"tenant": None, "client": "127.0.0.1", "status": 401, "code": "invalid_api_key"},
+        known | {"status": 503, "code": "no_engine"},
+    ]
+
+
+async def test_engines_are_told_who_asks_and_not_who_somebody_claims_to_be() -> None:
+    async with serving(FakeEngine("a")) as served:
+        served.client.headers["x-forwarded-for"] = "6.6.6.6"
+        await served.ask()
+        await served.client.post("/v1/load_lora_adapter", json={"lora_name": "x", "lora_path": "y"})
+        sent = [request.headers["x-forwarded-for"] for request in served.engines[0].received]
+        assert sent == ["127.0.0.1", "127.0.0.1"]
+
+
 async def test_models_are_told_by_another_engine_where_the_one_that_was_asked_dies() -> None:
     async with serving(FakeEngine("a"), FakeEngine("b")) as served:
         served.named("a").kill()

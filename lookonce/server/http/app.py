@@ -19,6 +19,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 from lookonce.errors import LookOnceError, ModelNotFoundError
 from lookonce.frontend.responses import ErrorBody, ErrorResponse
 from lookonce.server.audit import audit_refusal, route_of
+from lookonce.server.http.forwarded import ForwardedClients
 from lookonce.server.http.headers import header
 from lookonce.server.http.request_guard import Headers
 from lookonce.server.http.responses import (
@@ -190,9 +191,12 @@ class Application(Starlette):
         self.paths = frozenset(path for path in paths if "{" not in path)
         """Paths that the log may name."""
         self._middleware = RequestMiddleware(services, routes, self.router, websockets)
+        self._forwarded = ForwardedClients(services.config.server.forwarded_allow_ips)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope["app"] = self
+        if scope["type"] != "lifespan":
+            self._forwarded.resolve(scope)
         await self._middleware(scope, receive, send)
 
 

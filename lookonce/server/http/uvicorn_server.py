@@ -47,7 +47,7 @@ def uvicorn_config(app: object) -> uvicorn.Config:
         lifespan="off",
         log_config=None,
         access_log=False,
-        proxy_headers=False,  # no route uses the client's address or scheme
+        proxy_headers=False,  # `ForwardedClients` reads them, of whom it may
         server_header=False,
         timeout_graceful_shutdown=1,
     )
