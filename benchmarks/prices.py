@@ -277,7 +277,7 @@ class Asked:
     first_tokens: tuple[float, ...] = ()
     """Of each request, seconds."""
     idle: tuple[float, ...] = ()
-    """Seconds from the end of the request before each of `first_tokens`."""
+    """Seconds from the first token of the request before each of `first_tokens`."""
     num_embedded: float = 0.0
     """Items of which the prompt's new tokens have encoder outputs."""
 
@@ -304,14 +304,14 @@ class Alone:
 
     outcome: RequestOutcome
     idle: float
-    """Seconds since the one before had ended."""
+    """Seconds since all before had their first tokens."""
 
 
 def ask_in_turns(server: RunningServer, kinds: Sequence[Kind]) -> list[Asked]:
     """`ASKED` requests of each kind at the first of `RATES`, then as many at the next."""
-    alone: list[list[Alone]] = [[] for _ in kinds]
+    sent: list[RequestOutcome] = []
+    kind_of: dict[int, int] = {}
     cpu = np.zeros((len(kinds), 3))
-    ended = 0.0
     for turn, rate in enumerate(RATES):
         numbers = range(turn * (WARM_UP + ASKED), (turn + 1) * (WARM_UP + ASKED))
         made = [[kind.body(number) for number in numbers] for kind in kinds]
@@ -321,18 +321,19 @@ def ask_in_turns(server: RunningServer, kinds: Sequence[Kind]) -> list[Asked]:
                 before = server.cpu_seconds()
                 result = run_load(server.url, [], bodies[WARM_UP:], Arrivals(concurrency=1))
                 cpu[at] = np.subtract(server.cpu_seconds(), before) / ASKED
-                ended = max(outcome.ended for outcome in warm_up.outcomes)
-                alone[at] += alone_at_the_server(result.answered, ended)
-                ended = max(outcome.ended for outcome in result.outcomes)
+                sent += [*warm_up.outcomes, *result.outcomes]
+                kind_of.update({id(each): at for each in result.outcomes})
             continue
         order = np.random.default_rng(turn).permutation(np.repeat(np.arange(len(kinds)), ASKED))
         left = [iter(bodies[WARM_UP:]) for bodies in made]
         mixed = [next(left[at]) for at in order]
         result = run_load(server.url, [], mixed, Arrivals(concurrency=1, rate=rate, seed=turn))
-        kind_of = {id(each): int(at) for each, at in zip(result.outcomes, order, strict=True)}
-        for each in alone_at_the_server(result.answered, ended):
+        sent += result.outcomes
+        kind_of.update({id(each): int(at) for each, at in zip(result.outcomes, order, strict=True)})
+    alone: list[list[Alone]] = [[] for _ in kinds]
+    for each in alone_at_the_server(sent):
+        if id(each.outcome) in kind_of:  # the others warmed up
             alone[kind_of[id(each.outcome)]].append(each)
-        ended = max(outcome.ended for outcome in result.outcomes)
     return [asked_of(*each) for each in zip(kinds, alone, cpu, strict=True)]
 
 
@@ -360,9 +361,9 @@ def num_embedded(outcome: RequestOutcome) -> int:
 
 
 def idle_prices(asked: Sequence[Asked]) -> tuple[tuple[float, float], ...]:
-    """`Prices.idle`: what first tokens took beyond the median of their kind, by the idle seconds
-    before them. A request of any kind takes so much longer; a longer pause never makes it shorter.
-    """
+    """`Prices.idle`: what first tokens took beyond the median of their kind, by the seconds since
+    the first token before them. A request of any kind takes so much longer; a longer pause never
+    makes it shorter."""
     kind = np.repeat(np.arange(len(asked)), [len(each.idle) for each in asked])
     seconds = np.array([first for each in asked if each.idle for first in each.first_tokens])
     idle = np.array([pause for each in asked for pause in each.idle])
@@ -415,14 +416,17 @@ def spread_quantiles(asked: Sequence[Asked]) -> tuple[float, ...]:
     return tuple(np.quantile(times, middles).tolist())
 
 
-def alone_at_the_server(answered: Sequence[RequestOutcome], ended: float) -> list[Alone]:
-    """Those that were due after the one before had ended: the others waited for it. `ended`: when
-    the last before all of them had."""
-    found = []
-    for each in sorted(answered, key=lambda outcome: outcome.asked):
-        if each.asked >= ended:
-            found.append(Alone(each, each.asked - ended))
+def alone_at_the_server(sent: Sequence[RequestOutcome]) -> list[Alone]:
+    """Those answered that were due after all before had ended: the others waited for them. Of the
+    first it is not known what was before."""
+    found: list[Alone] = []
+    first, *following = sorted(sent, key=lambda outcome: outcome.asked)
+    ended, had_token = first.ended, first.asked + first.first_text
+    for each in following:
+        if each.asked >= ended and each.error is None:
+            found.append(Alone(each, each.asked - had_token))
         ended = max(ended, each.ended)
+        had_token = max(had_token, each.asked + each.first_text)
     return found
 
 

@@ -4,11 +4,11 @@
                request        directory        plan         Prices   update
 
 The API process does one thing at a time, and media workers one item each. Engine, API process and
-workers share cores where the price list says how many there are. A request that comes when there is
-no other takes longer by what the price list says of the pause before it. A step takes what it
-says of its plan, and where it computes prompts, as many times that as their requests' spread says.
-Where the scheduler says that steps only decode (`core.decode_runs`),
-as many as nothing interrupts are one event.
+workers share cores where the price list says how many there are. A request takes longer by what the
+price list says of the pause before it, in which no other waited for its first token. A step takes
+what it says of its plan, and where it computes prompts, as many times that as their requests'
+spread says. Where the scheduler says that steps only decode (`core.decode_runs`), as many as
+nothing interrupts are one event.
 """
 
 from __future__ import annotations
@@ -102,6 +102,8 @@ class Served:
 
     request: TraceRequest
     number: int
+    spread: float = 1.0
+    """How many times its prices it takes until its first token."""
     first_token: float = -1.0
     ended: float = -1.0
     cached_tokens: int = 0
@@ -247,6 +249,7 @@ class SimulatedEngine:
     ) -> None:
         """`number` within the fleet; `shared_tiers`, `shared_outputs`: those that other engines
         have, too."""
+        self.number = number
         self.spec = spec
         self.prices = prices
         self.clock = clock
@@ -304,10 +307,12 @@ class SimulatedEngine:
         """Whose references to their sequences, which refer to them, are still to be cut."""
         self._state.on_end.append(self._ended.append)
         self._served: dict[str, Served] = {}
-        self._num_arrived = 0
-        """Of requests that have not ended."""
-        self._last_end = -math.inf
-        """When the client had all of the last request that has ended."""
+        self._num_alike = [0, 0]
+        """Requests that have come of each kind: whose media are all known, and others."""
+        self._num_waiting = 0
+        """Requests whose first token has not come out of a step."""
+        self._last_first_token = -math.inf
+        """When the client had the last first token, or was told that there is none."""
         self._cores = Cores(clock, prices.cores) if prices.cores else None
         self._api = self._open_process(1)
         self._workers = self._open_process(prices.media_workers)
@@ -366,13 +371,24 @@ class SimulatedEngine:
         request, prices = served.request, self.prices
         sent = sum([medium.num_bytes for medium in request.media])
         seconds = prices.of_request(request.prompt_tokens, len(request.media), sent)
-        seconds *= prices.spread_of(served.number)
+        served.spread = self._next_spread(request)
+        seconds *= served.spread
         seconds /= 1.0 - self._streaming_share()
-        if not self._num_arrived and prices.idle:
-            seconds += prices.of_idle(self.clock.now - self._last_end)
-        self._num_arrived += 1
+        if not self._num_waiting and prices.idle:
+            seconds += prices.of_idle(self.clock.now - self._last_first_token)
+        self._num_waiting += 1
         self._api.run(seconds, self._resolve, served)
         self._note_streaming()
+
+    def _next_spread(self, request: TraceRequest) -> float:
+        """The part of the spread of the next request of its kind: so the few whose media are new,
+        which take longest, have nearly the whole distribution, too."""
+        if len(self.prices.spread) == 1:
+            return self.prices.spread[0]
+        new = any(medium.key not in self.directory for medium in request.media)
+        number = self._num_alike[new]
+        self._num_alike[new] += 1
+        return self.prices.spread_of(number, self.number)
 
     def _open_process(self, threads: int) -> _Process:
         if self._cores is None:
@@ -405,7 +421,7 @@ class SimulatedEngine:
             if waiting is None:
                 waiting = self._making[key] = []
                 seconds = self.prices.of_processing(medium.pixels, medium.length)
-                seconds *= self.prices.spread_of(served.number)
+                seconds *= served.spread
                 self._workers.run(seconds, self._made, key, medium.length)
                 served.processed += 1
                 self.directory.count("miss")
@@ -520,7 +536,7 @@ class SimulatedEngine:
             sequence = sequences.get(entry.seq_id)
             served = sequence and self._served[sequence.request.request_id]
             if served and served.first_token < 0:
-                found.append(self.prices.spread_of(served.number))
+                found.append(served.spread)
         return sum(found) / len(found) if found else 1.0
 
     def _note_streaming(self) -> None:
@@ -646,6 +662,7 @@ class SimulatedEngine:
                 served.cached_tokens = stats.prefix_cached_tokens + stats.external_cached_tokens
                 served.external_tokens = stats.external_cached_tokens
                 served.encoder_runs = sum(outcome == "miss" for outcome in stats.encoder)
+                self._waits_no_more(served.first_token)
                 self._on_first(served)
             if delta.finish_reason is not None:
                 served = self._served.pop(delta.request_id)
@@ -658,15 +675,20 @@ class SimulatedEngine:
 
     def _end(self, served: Served, failed: str) -> None:
         served.ended = self.clock.now + self._delivery(served)
-        self._num_arrived -= 1
-        self._last_end = max(self._last_end, served.ended)
+        if served.first_token < 0:
+            self._waits_no_more(served.ended)
         served.failed = failed
         served.tokens = NO_TOKENS
         self._on_end(served)
 
+    def _waits_no_more(self, answered: float) -> None:
+        """A request has its first token, or will have none; the client knew at `answered`."""
+        self._num_waiting -= 1
+        self._last_first_token = max(self._last_first_token, answered)
+
     def _delivery(self, served: Served) -> float:
         """Seconds from the end of a step until the client has the request's token."""
-        return self.prices.first_token * self.prices.spread_of(served.number)
+        return self.prices.first_token * served.spread
 
     def _tell_load(self) -> None:
         events = self._events
@@ -684,6 +706,7 @@ class SimulatedEngine:
         self.directory.check_integrity()
         if not self._busy and not self._served:
             assert self._state.block_pool.num_free == self._state.block_pool.num_blocks
+            assert not self._num_waiting or not self._api.is_idle or self._making
 
 
 @lru_cache(maxsize=4096)

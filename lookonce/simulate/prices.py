@@ -31,8 +31,8 @@ from lookonce.types.step import StepPlan
 
 NANO_PRICES = Path(__file__).with_name("nano.json")
 """Measured on the machine that the file names."""
-_GOLDEN = 0x9E3779B97F4A7C15
-"""The fraction of the golden ratio, of 2**64."""
+_GOLDEN, _ROOT = 0x9E3779B97F4A7C15, 0x6A09E667F3BCC908
+"""The fractions of the golden ratio and of the square root of two, of 2**64."""
 _MASK = 0xFFFF_FFFF_FFFF_FFFF
 
 
@@ -97,9 +97,10 @@ class Prices(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Evenly spaced quantiles of the seconds to the first token over the median of requests of the
     same kind, ascending; no unit."""
     idle: tuple[tuple[float, float], ...] = ()
-    """Points (seconds without a request, seconds more): how much longer the first token takes of a
-    request that comes so long after all before it have ended, than of one that comes at once. Both
-    ascend; between two points a straight line, beyond the last point as at it. None: no longer."""
+    """Points (seconds, seconds more): how much longer the first token takes of a request that comes
+    so long after all before it have had theirs, than of one that comes at once. Answers that are
+    streamed meanwhile change nothing. Both ascend; between two points a straight line, beyond the
+    last point as at it. None: no longer."""
     # External tiers.
     host: TierPrices = TierPrices()
     disk: TierPrices = TierPrices(operation=5e-4, byte=1e-9)
@@ -154,19 +155,21 @@ class Prices(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         grown = self.decode_context * num_rows * (num_steps - 1) / 2
         return num_steps * (each + grown)
 
-    def spread_of(self, number: int) -> float:
-        """How many times the price the request with this number takes, until its first token: in
-        the API process, in media workers, in steps that compute its prompt.
+    def spread_of(self, number: int, engine: int = 0) -> float:
+        """How many times the price a request takes until its first token: in the API process, in
+        media workers, in steps that compute its prompt. It is the request with this number of all
+        of its kind that have come to the engine.
 
         Numbers step through `spread` by the golden ratio, so that it is the same in each run, and
-        any requests that follow one another have nearly the whole distribution.
+        any requests of a kind that follow one another have nearly the whole distribution. Engines
+        begin at different places of it.
         """
-        part = (number + 1) * _GOLDEN & _MASK
+        part = (number + 1) * _GOLDEN + engine * _ROOT & _MASK
         return self.spread[part * len(self.spread) >> 64]
 
     def of_idle(self, seconds: float) -> float:
-        """How much longer a request takes, in seconds, that comes when the server has had none for
-        so many `seconds`."""
+        """How much longer a request takes, in seconds, that comes when no request has waited for
+        its first token for so many `seconds`."""
         if not self.idle:
             return 0.0
         at = bisect_right(self.idle, seconds, key=lambda point: point[0])

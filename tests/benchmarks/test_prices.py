@@ -116,12 +116,17 @@ def test_prices_of_requests_are_found_again() -> None:
 
 
 def test_requests_that_waited_for_another_are_no_measure() -> None:
-    times = [(0.0, 1.0), (0.5, 1.2), (1.3, 1.4), (1.41, 1.5), (1.45, 1.6)]
-    outcomes = [RequestOutcome(asked=begun, ended=ended) for begun, ended in times]
-    alone = alone_at_the_server(outcomes, -2.0)
+    times = [(-3.0, -2.5, -2.0), (0.0, 0.9, 1.0), (0.5, 1.1, 1.2)]
+    times += [(1.3, 1.4, 1.4), (1.41, 1.45, 1.5), (1.45, 1.5, 1.6)]
+    outcomes = [
+        RequestOutcome(asked=asked, text_times=[first], ended=ended)
+        for asked, first, ended in times
+    ]
+    alone = alone_at_the_server(outcomes[::-1])
     assert [each.outcome.asked for each in alone] == [0.0, 1.3, 1.41]
-    assert [each.idle for each in alone] == pytest.approx([2.0, 0.1, 0.01])
-    assert [each.outcome.asked for each in alone_at_the_server(outcomes, 0.6)] == [1.3, 1.41]
+    assert [each.idle for each in alone] == pytest.approx([2.5, 0.2, 0.01])
+    outcomes[3].error = "status 503"
+    assert [each.outcome.asked for each in alone_at_the_server(outcomes)] == [0.0, 1.41]
 
 
 PAUSES = np.geomspace(1e-4, 0.8, 160)

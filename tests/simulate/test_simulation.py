@@ -128,6 +128,22 @@ def test_a_request_after_a_pause_takes_longer_by_what_its_length_adds() -> None:
     assert without.first_token - 9.0 == pytest.approx(warm)
 
 
+def test_beside_an_answer_a_pause_is_counted_from_the_last_first_token_on() -> None:
+    longer = 10 * 1.1  # as many whole steps of the answer that is streamed meanwhile
+    prices = msgspec.structs.replace(PRICES, idle=((1.0, 0.0), (2.0, longer)))
+    requests = [
+        asked(0.0, 100, 60),
+        asked(14.0, 100, 1, name=2),  # the first has just had its first token
+        asked(30.0, 100, 1, name=3),
+        asked(30.1, 100, 1, name=4),  # the third has not had it
+    ]
+    with_pauses, without = run(requests, prices=prices), run(requests)
+    assert 13.0 < with_pauses[0].first_token < 14.0
+    assert with_pauses[0].ended > 40.0
+    more = [a.first_token - b.first_token for a, b in zip(with_pauses, without, strict=True)]
+    assert more == pytest.approx([longer, 0.0, longer, longer])
+
+
 def test_a_request_that_was_refused_does_not_keep_a_server_from_pauses() -> None:
     prices = msgspec.structs.replace(PRICES, max_model_len=64, idle=((0.0, 0.0), (1.0, 0.5)))
     refused, later = run([asked(0.0, 100, 1), asked(9.0, 30, 1, name=2)], prices=prices)
@@ -143,6 +159,38 @@ def test_a_step_of_two_prompts_takes_the_mean_of_their_spreads() -> None:
     computed = 3 * (1.0 + 1.0) + 2 * (1.0 + 2 * 1.0)
     assert second.first_token == pytest.approx(computed + 0.125)
     assert third.first_token == pytest.approx(computed + 3 * 0.125)
+
+
+def test_the_few_with_new_pictures_have_the_whole_spread_and_so_have_the_others() -> None:
+    """Whichever requests they are: here those that would have the least of it among all."""
+    spread = tuple(np.linspace(1.0, 2.0, 20))
+    prices = msgspec.structs.replace(PRICES, spread=spread)
+    order = np.argsort([prices.spread_of(number) for number in range(400)])
+    new = set(order[:40].tolist())
+    requests = [
+        asked(50.0 * number, 64, 1, name=1 + number)
+        if number not in new
+        else picture(50.0 * number, number)
+        for number in range(400)
+    ]
+    found = run(requests, prices=prices)
+    for kind, price in ((new, 8.515), (set(range(400)) - new, 2.015)):
+        took = sorted(each.first_token - each.arrival for each in found if each.number in kind)
+        wanted = price * np.repeat(spread, len(kind) // len(spread))
+        assert took == pytest.approx(wanted.tolist(), rel=0.1)
+
+
+def test_engines_begin_at_different_places_of_the_spread() -> None:
+    prices = Prices(spread=tuple(np.linspace(0.5, 1.5, 50)))
+    firsts = [prices.spread_of(0, engine) for engine in range(1000)]
+    assert np.quantile(firsts, (0.1, 0.5, 0.9)) == pytest.approx((0.6, 1.0, 1.4), abs=0.02)
+
+
+def picture(arrival: float, number: int) -> TraceRequest:
+    """64 tokens whose first 16 are a picture that nobody else has."""
+    text = asked(arrival, 64, 1, name=1 + number)
+    media = (TraceMedium(media_key("own", number), "image", 0, 16),)
+    return msgspec.structs.replace(text, media=media)
 
 
 def test_one_core_is_shared_by_all_that_a_server_does() -> None:
