@@ -590,6 +590,7 @@ class Frontend:
                     "name": member.address.name,
                     "model": member.address.model,
                     "ready": member.state.accepts,
+                    "late": member.state.late,
                     "draining": member.draining,
                     "requests": member.state.num_requests,
                     "others": member.state.others,

@@ -37,7 +37,7 @@ from lookonce.fleet.members import Fleet
 from lookonce.fleet.routed_engine import ClientRequest, RoutedEngine, current_request
 from lookonce.frontend.model_download import with_local_model
 from lookonce.server.http.api_keys import KeyRing
-from lookonce.server.http.app import ROUTES, Application, build_app
+from lookonce.server.http.app import KEPT_BACK, ROUTES, Application, build_app
 from lookonce.server.http.request_guard import RequestGuard
 from lookonce.server.render_services import open_render_services
 from lookonce.server.services import Services
@@ -299,7 +299,7 @@ class Rendering:
             or fields.prompt_cache_key,
             limit_asked=fields.limit_asked,
         )
-        replies = _Replies(request, send)
+        replies = _Replies(request, scope, send)
         token = current_request.set(request)
         try:
             with served.answering():
@@ -320,13 +320,14 @@ class Rendering:
 class _Replies:
     """The application's `send`. A refusal that an engine may not share is kept back."""
 
-    def __init__(self, request: ClientRequest, send: Send) -> None:
-        self._request, self._send = request, send
+    def __init__(self, request: ClientRequest, scope: Scope, send: Send) -> None:
+        self._request, self._scope, self._send = request, scope, send
         self.begun = self._kept_back = False
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self._kept_back = not self._request.asked and message["status"] in LEFT_TO_ENGINES
+            self._scope["state"][KEPT_BACK] = self._kept_back
             if not self._kept_back:
                 self.begun = True
                 message["headers"] = [*message.get("headers", ()), *self._request.added]

@@ -491,6 +491,18 @@ def test_films_files_uuids_and_what_is_stored_go_to_engines_as_they_came(fleet: 
     assert {each.target for each in fleet.received} == {CHAT, "/v1/responses"}
 
 
+def test_what_an_engine_has_to_refuse_is_not_in_the_front_ends_audit(
+    fleet: Fleet, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="lookonce.audit")
+    fleet.ask([{"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}])
+    assert [each.target for each in fleet.received] == [CHAT]
+    assert not [line for line in caplog.records if line.name == "lookonce.audit"]
+    assert fleet.ask(max_tokens=-1).status_code == 400
+    (line,) = (line for line in caplog.records if line.name == "lookonce.audit")
+    assert (line.__dict__["status"], line.__dict__["client"]) == (400, "127.0.0.1")
+
+
 def test_a_film_that_is_named_otherwise_goes_there_too(fleet: Fleet) -> None:
     """JSON may write a name with escapes."""
     part = b'{"type": "video\\u005furl", "video\\u005furl": {"url": "data:video/mp4;base64,AAAA"}}'

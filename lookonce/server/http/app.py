@@ -165,6 +165,8 @@ UNLIMITED_PATHS = frozenset(
 STORED_PATHS = ("/v1/responses/", "/v1/conversations/")
 """How the paths of stored responses begin: any request of them counts, not POST alone."""
 
+KEPT_BACK = "kept_back"
+"""In a request's state: whoever called the application does not hand its refusal on."""
 CLIENT_LEFT_STATUS = 499
 INTERNAL_ERROR = 1011
 """Code that a WebSocket is closed with when serving it broke."""
@@ -257,8 +259,9 @@ class RequestMiddleware:
             await sender.send_instead(Response(status_code=CLIENT_LEFT_STATUS), receive)
         except LookOnceError as error:
             failure = type(error).__name__
-            audit_refusal(scope, error)
             await sender.send_instead(error_response(error, error_shape(scope["path"])), receive)
+            if not scope["state"].get(KEPT_BACK):
+                audit_refusal(scope, error)
         except HTTPException as error:
             await sender.send_instead(_no_such_route(scope, error), receive)
         except Exception as error:
