@@ -599,7 +599,7 @@ class Frontend:
                         name: getattr(member.state.rates, name)
                         for name in (
                             *("prompt_token", "encoder_run", "processing"),
-                            *("decoded_token", "beside"),
+                            *("processing_megabyte", "decoded_token", "beside"),
                         )
                     },
                 }

@@ -135,6 +135,8 @@ class Medium(msgspec.Struct, frozen=True, gc=False):
     """Key of its encoder output, where an adapter changes that."""
     bare: bool = False
     """It came without bytes or a URL: only an engine that knows its name can serve it."""
+    num_bytes: int = 0
+    """As encoded; 0 where its bytes did not come with it."""
 
 
 class Piece(msgspec.Struct, frozen=True, gc=False):
@@ -494,9 +496,10 @@ class _Reader:
             if modality == "image" and len(sent) < MAX_TYPE_LENGTH:
                 picture = self._payloads.picture(sent.partition(",")[2], key, digest)
                 self.inline += () if picture is None else (picture,)
-            return Medium(modality, key, exact=True)
+            return Medium(modality, key, exact=True, num_bytes=len(data))
         named = sent.encode(errors="replace") if data is None else data
-        return Medium(modality, self._alias(modality.encode(), named), exact=False)
+        alias = self._alias(modality.encode(), named)
+        return Medium(modality, alias, exact=False, num_bytes=0 if data is None else len(data))
 
     def _decoded(self, sent: str) -> bytes | None:
         """The bytes of a data URL or of base64; None for any other URL, or what is no base64."""

@@ -9,9 +9,10 @@
 What another engine holds, and a shared tier (`--encoder-tier`, `--kv-tier`) gives faster than it is
 computed, costs what the tier takes: known once any engine has loaded something.
 
-What is computed a second time is counted `RECOMPUTED` times: it also keeps others waiting. All
-by rates that each engine measures at its warm-up and as it runs. Where nothing is reused all but
-the first line is equal, so that the least loaded engine is chosen; a picture that everybody asks
+All but what waits is counted `RECOMPUTED` times, as it also keeps others waiting: a price is no
+forecast of the first token. Rates are those that each engine measures at its warm-up and as it
+runs; what processing takes is a guess until first tokens tell. Where nothing is reused all but the
+first line is equal, so that the least loaded engine is chosen; a picture that everybody asks
 about gets a second engine when the queue of the first costs more than encoding it again.
 
 What engines hold is known from their events, and what they are about to hold from what was sent to
@@ -57,7 +58,10 @@ aborted. The first of them may have been on its way already."""
 RATE_WEIGHT = 0.3
 """Of a new measurement beside those before."""
 MOST_PROCESSING = 3.0
-"""Times what a medium's processing was taken to cost: one huge picture does not make all dear."""
+"""Times what processing was taken to cost, that one first token can tell: it may have waited for
+something else."""
+LEAST_PROCESSING = 1e-3
+MEGABYTE = 1e6
 MIN_LOADS = 4
 """Measurements after which an engine's own rates are used."""
 MIN_TOKENS = 32
@@ -95,7 +99,9 @@ class Rates:
     beside: float = BESIDE
     """Share of `decoded_token` that one more sequence adds to a step."""
     processing: float = 0.01
-    """Of one media item, from its bytes; learned from first tokens."""
+    """Of one media item, whatever its size; as the next one a guess until first tokens tell."""
+    processing_megabyte: float = 0.02
+    """Of each MB of it, as it was sent; a medium whose bytes are not known counts none."""
     tier_output: float | None = None
     """Of an encoder output that a shared tier gives instead; None: none has given any yet."""
     tier_token: float | None = None
@@ -116,7 +122,9 @@ class Work:
     """What a request costs at one engine, in seconds."""
 
     prompt: float = 0.0
-    media: float = 0.0
+    encoding: float = 0.0
+    """Encoder runs, and outputs that a tier gives."""
+    processing: float = 0.0
     answer: float = 0.0
     known_tokens: int = 0
     num_tokens: int = 0
@@ -124,10 +132,14 @@ class Work:
     """Media that need no encoder run."""
     num_held_media: int = 0
     """Media that are held in any form: these, and those that were processed there."""
+    num_processed: int = 0
+    """Media that have to be processed."""
+    processed_bytes: int = 0
+    """Of these, as far as they are known."""
 
     @property
     def to_first_token(self) -> float:
-        return self.prompt + self.media
+        return self.prompt + self.encoding + self.processing
 
     def knows_more_than(self, other: Work) -> bool:
         """Of the prompt's beginning or of the media; so much that its first token is earlier. That
@@ -248,6 +260,20 @@ class EngineState:
                 load.tier_tokens - before.tier_tokens,
             )
 
+    def note_processing(self, work: Work, seconds: float) -> None:
+        """What these media took beside all that the engine did. How much is due to each item and
+        how much to its bytes is told apart by normalised least mean squares: a large picture says
+        little of small ones."""
+        if seconds <= 0:
+            return
+        rates = self.rates
+        count, megabytes = work.num_processed, work.processed_bytes / MEGABYTE
+        expected = rates.processing * count + rates.processing_megabyte * megabytes
+        wrong = min(seconds, MOST_PROCESSING * expected) - expected
+        step = RATE_WEIGHT * wrong / (count * count + megabytes * megabytes)
+        rates.processing = max(LEAST_PROCESSING, rates.processing + step * count)
+        rates.processing_megabyte = max(0.0, rates.processing_megabyte + step * megabytes)
+
     def _note_decode_steps(self, steps: int, tokens: int, seconds: float) -> None:
         if steps <= 0 or seconds <= 0:
             return  # an engine of another version tells of no steps
@@ -310,9 +336,10 @@ def engines_wanted(prices: Collection[float], target_wait: float) -> int:
 
 
 def _rates_of(engines: Sequence[EngineState]) -> dict[int, Rates]:
-    """Engine → its rates; those of the fastest, and the means of `processing` and `beside`, for one
-    that has measured little, or not much worse. What equal engines measure differs, at the warm-up
-    and while they share cores, and one that gets no requests would keep it."""
+    """Engine → its rates; those of the fastest, and the means of what processing takes and of
+    `beside`, for one that has measured little, or not much worse. What equal engines measure
+    differs, at the warm-up and while they share cores, and one that gets no requests would keep
+    it."""
     measured = [engine.rates for engine in engines if engine.num_loads >= MIN_LOADS]
     listed = measured or [engine.rates for engine in engines]
     usual = Rates(
@@ -321,6 +348,7 @@ def _rates_of(engines: Sequence[EngineState]) -> dict[int, Rates]:
         decoded_token=min([rates.decoded_token for rates in listed]),
         beside=sum([rates.beside for rates in listed]) / len(listed),
         processing=sum([rates.processing for rates in listed]) / len(listed),
+        processing_megabyte=sum([rates.processing_megabyte for rates in listed]) / len(listed),
     )
     found = dict.fromkeys([engine.number for engine in engines], usual)
     for engine in engines:
@@ -391,36 +419,48 @@ class Route:
         )
 
 
-def _media_work(
+def _add_media(
+    work: Work,
     engine: EngineState,
     rates: Rates,
-    held: Sequence[tuple[float, int, int, int]],
+    held: Sequence[_HeldMedium],
     num_held: int,
     *,
     repeated: bool,
-) -> tuple[float, int, int]:
-    """Seconds that media cost at an engine, how many of them need no encoder run, and how many are
-    held there in any form. `held`: of each its piece, the key of its output, and a bit for each
-    engine that holds its output, and its item; `num_held`: pieces whose tokens are held;
-    `repeated`: some have one key."""
+) -> None:
+    """Add what media cost at an engine to the work there. `num_held`: pieces whose tokens are held
+    there; `repeated`: some media have one key."""
     number, expected = engine.number, engine.expected
-    seconds, num_known, num_processed = 0.0, 0, 0
     seen: set[int] = set()
-    for piece, key, outputs, items in held:
+    for piece, key, num_bytes, outputs, items in held:
         if piece < num_held or outputs >> number & 1 or expected.get(key) or key in seen:
-            num_known += 1
+            work.num_known += 1
+            work.num_held_media += 1
             continue
         processed = items >> number & 1
-        num_processed += processed
+        work.num_held_media += processed
         if repeated:
             seen.add(key)
         if outputs and rates.tier_output is not None:
-            seconds += min(rates.tier_output, rates.encoder_run)
+            work.encoding += min(rates.tier_output, rates.encoder_run)
             continue
-        seconds += rates.encoder_run
+        work.encoding += rates.encoder_run
         if not processed:
-            seconds += rates.processing
-    return seconds, num_known, num_known + num_processed
+            work.processing += rates.processing + rates.processing_megabyte * num_bytes / MEGABYTE
+            work.num_processed += 1
+            work.processed_bytes += num_bytes
+
+
+class _HeldMedium(NamedTuple):
+    piece: float
+    """Its place in the prompt; infinite where that is not known."""
+    output: int
+    """Key of its encoder output."""
+    num_bytes: int
+    outputs: int
+    """A bit for each engine that holds its encoder output."""
+    items: int
+    """The same of the processed item."""
 
 
 class _Keyed(NamedTuple):
@@ -634,10 +674,9 @@ class Router:
         media = [self._keyed(medium, identity) for medium in identity.media]
         knowing = self._knowing(media, candidates)
         works = self._works(identity, media, candidates)
-        firsts = [work.prompt + work.media for work in works]
         prices = [
-            (engine.waiting_seconds() + RECOMPUTED * first, engine, work)
-            for engine, first, work in zip(candidates, firsts, works, strict=True)
+            (engine.waiting_seconds() + RECOMPUTED * work.to_first_token, engine, work)
+            for engine, work in zip(candidates, works, strict=True)
         ]
         listed = prices
         if len(knowing) < len(prices):
@@ -735,9 +774,10 @@ class Router:
         longest = max(known.values())
         places = {piece.medium: at for at, piece in enumerate(identity.pieces)}
         held = [
-            (
+            _HeldMedium(
                 places.get(number, math.inf),
                 each.output,
+                each.medium.num_bytes,
                 self.outputs.holders(each.output),
                 self.items.holders(each.item),
             )
@@ -754,22 +794,16 @@ class Router:
             of_engine, num_known = rates[number], known[number]
             tier, prompt_token = of_engine.tier_token, of_engine.prompt_token
             num_held = num_known if tier is None or tier >= prompt_token else longest
-            seconds, num_known_media, num_held_media = 0.0, 0, 0
-            if held:
-                seconds, num_known_media, num_held_media = _media_work(
-                    engine, of_engine, held, num_held, repeated=repeated
-                )
             prompt = (total - ends[num_held]) * prompt_token
             prompt += (ends[num_held] - ends[num_known]) * (tier or 0.0)
             work = Work(
                 prompt,
-                seconds,
-                answer * of_engine.beside * of_engine.decoded_token,
-                known_tokens[num_known],
-                num_tokens,
-                num_known_media,
-                num_held_media,
+                answer=answer * of_engine.beside * of_engine.decoded_token,
+                known_tokens=known_tokens[num_known],
+                num_tokens=num_tokens,
             )
+            if held:
+                _add_media(work, engine, of_engine, held, num_held, repeated=repeated)
             works.append(work)
         return works
 
@@ -853,17 +887,13 @@ class Router:
         if route.answered or route.ended:
             return
         route.answered = True
-        done = route.work.to_first_token
-        route.engine.backlog = max(0.0, route.engine.backlog - done)
+        engine, work = route.engine, route.work
+        done = work.to_first_token
+        engine.backlog = max(0.0, engine.backlog - done)
         route.left -= done
-        missing = len(route.identity.media) - route.work.num_known
-        alone = route.engine.num_requests == 1
-        if missing and alone:  # what nothing else explains is processing
-            rates = route.engine.rates
-            rest = (seconds - route.work.prompt - missing * rates.encoder_run) / missing
-            if rest > 0:
-                most = MOST_PROCESSING * rates.processing
-                rates.processing += RATE_WEIGHT * (min(rest, most) - rates.processing)
+        if work.num_processed and engine.num_requests == 1:
+            # what nothing else explains is processing
+            engine.note_processing(work, seconds - work.prompt - work.encoding)
 
     def ended(self, request_id: str, route: Route, *, failed: bool = False) -> None:
         """It is answered, aborted or failed. Of a `failed` one, which may have been refused,

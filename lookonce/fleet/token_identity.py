@@ -42,7 +42,16 @@ def identify_prompt(
     for item in prompt.items:
         output = short(adapted_item_key(encoder_digest, item.key)) if encoder_digest else None
         bare = item.encoded is None and item.recover is None
-        media.append(Medium(item.modality, short(item.key), exact=True, output=output, bare=bare))
+        media.append(
+            Medium(
+                item.modality,
+                short(item.key),
+                exact=True,
+                output=output,
+                bare=bare,
+                num_bytes=0 if item.encoded is None else len(item.encoded),
+            )
+        )
     pieces = list(_pieces(prompt, b"tokens" + str(processor.model).encode()))
     if adapter is not None:
         salt = short(adapter.digest)

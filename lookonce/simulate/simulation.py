@@ -266,7 +266,9 @@ def identity_of(request: TraceRequest) -> Identity:
         Piece((blocks[(end - 1) // size] ^ (end * _SPREAD)) & _MASK or 1, chars, medium)
         for end, chars, medium in cuts
     ]
-    media = tuple([Medium(m.modality, short(m.key), True) for m in request.media])
+    media = tuple(
+        [Medium(m.modality, short(m.key), True, num_bytes=m.num_bytes) for m in request.media]
+    )
     return Identity(MODEL, media, tuple(pieces), request.output_tokens)
 
 

@@ -470,6 +470,7 @@ async def test_rates_of_each_engine_are_listed() -> None:
             "prompt_token": state.rates.prompt_token,
             "encoder_run": state.rates.encoder_run,
             "processing": state.rates.processing,
+            "processing_megabyte": state.rates.processing_megabyte,
             "decoded_token": state.rates.decoded_token,
             "beside": 0.25,
         }

@@ -714,6 +714,53 @@ def test_a_picture_that_took_long_does_not_make_an_engine_slow() -> None:
     assert used.count(a) == used.count(b) == 5
 
 
+def new_picture(name: str, num_bytes: int = 3) -> Identity:
+    return identity(chat([picture(name.encode().ljust(num_bytes, b" "))], max_tokens=0))
+
+
+def test_what_processing_takes_is_learned_of_items_and_of_their_bytes() -> None:
+    fleet = Fleet("a")
+
+    def serve(name: str, num_bytes: int) -> float:
+        """The seconds that its processing was taken for; it is 20 ms, and 100 ms a MB."""
+        request, route = fleet.send(new_picture(name, num_bytes))
+        took = route.work.prompt + route.work.encoding + 0.02 + 0.1 * num_bytes / 1e6
+        fleet.router.answered(route, took)
+        fleet.router.ended(request, route)
+        return route.work.processing
+
+    for number in range(20):
+        serve(f"small {number}", 10_000)
+    before = serve("small", 10_000)
+    assert before == pytest.approx(0.021, rel=0.1)
+    serve("huge", 20_000_000)
+    assert serve("another small one", 10_000) < 2 * before, "a huge picture makes no small one dear"
+    for number in range(20):
+        serve(f"huge {number}", 20_000_000)
+    assert serve("one more", 20_000_000) == pytest.approx(2.02, rel=0.1)
+    assert serve("small one", 10_000) < 2 * before
+
+
+def test_a_first_token_says_nothing_of_processing_where_nothing_was_processed() -> None:
+    fleet = Fleet("a")
+    (engine,) = fleet.router.engines.values()
+    cat = new_picture("cat")
+    fleet.router.apply(engine, [Added(ITEM_TOPIC, [cat.media[0].key])])
+    before = engine.rates.processing
+    name, route = fleet.send(cat)
+    assert route.work.num_known == 0
+    fleet.router.answered(route, 30.0)
+    fleet.router.ended(name, route)
+    assert engine.rates.processing == before
+
+
+def test_a_large_picture_costs_more_processing_than_a_small_one() -> None:
+    fleet = Fleet("a", "b")
+    small, large = (fleet.send(new_picture("x", size))[1] for size in (100, 5_000_000))
+    assert large.price > small.price + 0.1
+    assert large.work.encoding == small.work.encoding
+
+
 def test_models_are_apart() -> None:
     router = Router()
     router.add_engine("a", "nano", follows=False)
