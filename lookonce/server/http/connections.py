@@ -36,6 +36,7 @@ import socket
 import ssl
 import sys
 import termios
+import time
 import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -822,17 +823,50 @@ SPARE_DESCRIPTORS = 64
 """Descriptors kept for those who are served: fetches, workers, files."""
 MAX_DESCRIPTORS = 65_536
 ACCEPTS_PER_TURN = 6
-"""Connections that one turn of the event loop accepts: whoever is served waits for each of them."""
+"""Connections that one short turn of the event loop accepts: whoever is served waits for each of
+them."""
+ACCEPTS_PER_SECOND = 3000
+"""That a long turn may catch up with. Beside a thousand streams a turn takes tens of milliseconds:
+at six a turn, who connects behind a thousand others would wait for seconds."""
 REST_SECONDS = 0.001
 """Where more wait, the next ones are accepted so much later: some thousand a second. A client that
 connects without end would else be accepted as fast as the machine can, at everybody's cost."""
 OPENED_PER_TURN = 2
-"""Connections with a first byte that get transport and parser in one turn of the event loop: that
-takes a quarter of a millisecond each, several times what accepting takes."""
+"""Connections with a first byte that get transport and parser in one short turn of the event loop:
+that takes a quarter of a millisecond each, several times what accepting takes."""
+OPENED_PER_SECOND = 500
+"""That a long turn may catch up with: an eighth of its time."""
+LONGEST_TURN_SECONDS = 0.05
+"""No more than a turn of this length may catch up with is done in one that takes longer."""
 MAX_EVICTIONS = 16
 SHORTAGE_SECONDS = 0.5
 SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 TOO_MANY = refusal(429, "too_many_connections", "this address has too many open connections")
+
+
+class TurnAllowance:
+    """How many times something may be done in one turn of the event loop: a few times, or as often
+    as at a rate since the turn before, where that turn was long."""
+
+    def __init__(
+        self, least: int, per_second: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._least = least
+        self._per_second = per_second
+        self._clock = clock
+        self._last: float | None = None
+
+    def take(self) -> int:
+        """What this turn may do."""
+        last, self._last = self._last, self._clock()
+        if last is None:
+            return self._least
+        elapsed = min(self._last - last, LONGEST_TURN_SECONDS)
+        return max(self._least, int(elapsed * self._per_second))
+
+    def reset(self) -> None:
+        """Nothing is left to do: the time until the next turn is none that others had to wait."""
+        self._last = None
 
 
 class SilentConnection:
@@ -936,6 +970,8 @@ class Acceptor:
         self._opening: AddressTurns[SilentConnection] = AddressTurns()
         """Those of which the first byte has come."""
         self._open_turn: asyncio.Handle | None = None
+        self._accepts = TurnAllowance(ACCEPTS_PER_TURN, ACCEPTS_PER_SECOND)
+        self._opens = TurnAllowance(OPENED_PER_TURN, OPENED_PER_SECOND)
         self._accepting = False
         self._rest: asyncio.TimerHandle | None = None
         self._closed = False
@@ -967,7 +1003,7 @@ class Acceptor:
 
     def _accept_some(self) -> None:
         """Called when at least one connection waits to be accepted."""
-        for number in range(ACCEPTS_PER_TURN):
+        for number in range(self._accepts.take()):
             if self._connections.total >= self._connections.most:
                 if number == 0:  # the end of a connection resumes, or the next sweep
                     self.pause()
@@ -977,6 +1013,7 @@ class Acceptor:
                 accepted, peer = self._listener.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 self._evictions = 1
+                self._accepts.reset()
                 return
             except OSError as error:
                 if error.errno not in SHORTAGES:
@@ -1026,13 +1063,15 @@ class Acceptor:
 
     def _open_some(self) -> None:
         self._open_turn = None
-        for _ in range(OPENED_PER_TURN):
+        for _ in range(self._opens.take()):
             silent = self._opening.take()
             if silent is None:
-                return
+                break
             self._open(silent)
         if self._opening:
             self._open_turn = self._loop.call_soon(self._open_some)
+        else:
+            self._opens.reset()
 
     def _open(self, silent: SilentConnection) -> None:
         """Make a connection of it, unless it was closed while it waited."""

@@ -7,6 +7,7 @@ import contextlib
 import errno
 import resource
 import socket
+import time
 from contextlib import ExitStack
 
 import pytest
@@ -21,6 +22,7 @@ from lookonce.server.http.connections import (
     Acceptor,
     Connections,
     HttpProtocol,
+    TurnAllowance,
     _client_address,
     allowed_connections,
 )
@@ -569,6 +571,59 @@ def test_who_connects_without_end_is_accepted_a_few_at_a_time(monkeypatch):
             await acceptor.wait_closed()
 
     on_connections(scenario)
+
+
+async def long_turns(condition):
+    """How many turns of the event loop, of 20 ms each, pass until `condition`."""
+    for turn in range(1000):
+        if condition():
+            return turn
+        time.sleep(0.02)  # noqa: ASYNC251 - whoever is served takes so long
+        await asyncio.sleep(0)
+    raise AssertionError("it did not come to that")
+
+
+def test_long_turns_accept_and_open_as_many_as_short_ones_would_have():
+    """At six and at two in a turn these are 20 and 60 turns."""
+
+    async def scenario(running):
+        opened = []
+
+        def protocol(address):
+            opened.append(address)
+            return running.protocol(address)
+
+        table, num = running.table, 120
+        with socket.create_server(("127.0.0.1", 0), backlog=128) as listener, ExitStack() as held:
+            clients = [held.enter_context(connection(listener)) for _ in range(num)]
+            acceptor = Acceptor(listener, table, protocol, None)
+            acceptor.resume()
+            assert await long_turns(lambda: table.total == num) < num / ACCEPTS_PER_TURN / 2
+            for client in clients:
+                client.sendall(VERSION[:9])
+            assert await long_turns(lambda: len(opened) == num) < num / OPENED_PER_TURN / 2
+            for client in clients:
+                client.close()
+            await until(lambda: table.total == 0)
+            acceptor.close()
+            await acceptor.wait_closed()
+
+    on_connections(scenario)
+
+
+def test_a_turn_may_do_what_the_time_since_the_last_one_allows_up_to_a_limit():
+    now = 100.0
+    allowance = TurnAllowance(2, 1000, lambda: now)
+    assert allowance.take() == 2  # nothing waited before
+    now += 0.001
+    assert allowance.take() == 2
+    now += 0.02
+    assert allowance.take() == 20
+    now += 9.0
+    assert allowance.take() == 50
+    allowance.reset()
+    now += 9.0
+    assert allowance.take() == 2
 
 
 def test_one_that_is_silent_ends_at_the_deadline_of_its_header():
