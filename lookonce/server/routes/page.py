@@ -7,16 +7,14 @@ files need no key; they say nothing about who uses this server.
 from __future__ import annotations
 
 import mimetypes
-import os
-from functools import lru_cache
 from pathlib import Path
 
 from blake3 import blake3
 from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import FileResponse, Response
-from starlette.staticfiles import NotModifiedResponse, PathLike, StaticFiles
-from starlette.types import Scope
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 FOLDER = Path(__file__).parents[1] / "static"
 PREFIX = "/page/"
@@ -44,35 +42,73 @@ HEADERS = {
 mimetypes.add_type("text/javascript", ".js")  # some systems' tables have another type
 
 
-class PageFiles(StaticFiles):
-    """Starlette's static files with `HEADERS`, and ETags made of their contents.
+PART_BYTES = 64 * 1024
+"""Of a file, written at a time: the next part waits until the client has read most of it."""
 
-    Starlette makes an ETag of time and size, which two builds of a package may have in common.
+
+class PageFile:
+    """A file's contents in memory, which all answers share, and the headers of these.
+
+    Its ETag is made of the contents: time and size two builds of a package may have in common.
     """
 
-    def file_response(
-        self, full_path: PathLike, stat_result: os.stat_result, scope: Scope, status_code: int = 200
-    ) -> Response:
-        response = FileResponse(full_path, status_code=status_code, stat_result=stat_result)
-        response.headers.update(HEADERS)
-        del response.headers["last-modified"]
-        response.headers["etag"] = _etag(os.fspath(full_path), stat_result.st_mtime_ns)
-        if self.is_not_modified(response.headers, Headers(scope=scope)):
-            return NotModifiedResponse(response.headers)
-        return response
+    def __init__(self, name: str, content: bytes) -> None:
+        self.parts = [content[at : at + PART_BYTES] for at in range(0, len(content), PART_BYTES)]
+        kind = mimetypes.guess_type(name)[0] or "text/plain"
+        self.etag = f'"{blake3(content).hexdigest(16)}"'
+        self.headers = HEADERS | {
+            "Content-Type": f"{kind}; charset=utf-8" if kind.startswith("text/") else kind,
+            "Content-Length": str(len(content)),
+            "ETag": self.etag,
+        }
 
 
-@lru_cache
-def _etag(path: str, _changed: int) -> str:
-    return f'"{blake3(Path(path).read_bytes()).hexdigest(16)}"'
+class PageFileResponse(Response):
+    """A `PageFile` as it is: an answer that its client does not read holds neither a copy nor a
+    descriptor."""
+
+    def __init__(self, file: PageFile) -> None:
+        super().__init__(None, headers=file.headers)
+        self._parts = file.parts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+        await send(start)
+        for part in self._parts if scope["method"] != "HEAD" else ():
+            await send({"type": "http.response.body", "body": part, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-FILES = PageFiles(directory=FOLDER)
+class PageFiles:
+    """The files of a folder, read once."""
+
+    def __init__(self, folder: Path) -> None:
+        self._files = {
+            path.name: PageFile(path.name, path.read_bytes()) for path in folder.iterdir()
+        }
+
+    def response(self, name: str, headers: Headers) -> Response:
+        """The file, or 304 where the client of a request with these headers has it.
+
+        Raises `HTTPException` where there is none of this name.
+        """
+        file = self._files.get(name)
+        if file is None:
+            raise HTTPException(status_code=404)
+        known = {
+            tag.strip().removeprefix("W/") for tag in headers.get("if-none-match", "").split(",")
+        }
+        if known & {file.etag, "*"}:
+            return Response(status_code=304, headers=HEADERS | {"ETag": file.etag})
+        return PageFileResponse(file)
+
+
+FILES = PageFiles(FOLDER)
 
 
 async def show_page(request: Request) -> Response:
-    return await FILES.get_response("index.html", request.scope)
+    return FILES.response("index.html", request.headers)
 
 
 async def show_page_file(request: Request) -> Response:
-    return await FILES.get_response(request.path_params["name"], request.scope)
+    return FILES.response(request.path_params["name"], request.headers)

@@ -8,6 +8,7 @@ import os
 import re
 
 import pytest
+from starlette.datastructures import Headers
 
 from lookonce.server.routes.page import FOLDER, PageFiles
 
@@ -73,17 +74,55 @@ def test_a_browser_that_has_a_file_is_told_so(on_site):
 
 
 def test_a_file_that_changed_is_sent_though_its_time_and_size_are_the_same(tmp_path):
-    async def etag(text: str) -> str:
+    def etag(text: str) -> str:
         file = tmp_path / text / "app.js"
         file.parent.mkdir()
         file.write_text(text)
         os.utime(file, (1, 1))
-        scope = {"type": "http", "method": "GET", "headers": []}
-        return (await PageFiles(directory=file.parent).get_response("app.js", scope)).headers[
-            "etag"
-        ]
+        return PageFiles(file.parent).response("app.js", Headers()).headers["etag"]
 
-    assert asyncio.run(etag("one")) != asyncio.run(etag("two"))
+    assert etag("one") != etag("two")
+
+
+def test_a_browser_that_names_several_versions_is_told_of_its_own():
+    files = PageFiles(FOLDER)
+    etag = files.response("app.js", Headers()).headers["etag"]
+    for known in (f'"other", {etag}', f"W/{etag}", "*"):
+        again = files.response("app.js", Headers({"If-None-Match": known}))
+        assert (again.status_code, again.headers["etag"]) == (304, etag)
+        assert again.headers["content-security-policy"]
+    assert files.response("app.js", Headers({"If-None-Match": '"other"'})).status_code == 200
+
+
+def test_a_head_request_is_told_of_a_file_without_it(on_site):
+    async def scenario(site):
+        head = await site.client.head("/page/temml.js")
+        whole = await site.client.get("/page/temml.js")
+        assert (head.status_code, head.content) == (200, b"")
+        assert head.headers["content-length"] == str(len(whole.content))
+        assert whole.content == (FOLDER / "temml.js").read_bytes()
+
+    on_site(scenario)
+
+
+def test_all_who_ask_for_a_file_share_what_they_have_not_read():
+    """An answer that was not read held 64 KiB of its own, and a descriptor."""
+    files = PageFiles(FOLDER)
+
+    async def parts():
+        sent = []
+
+        async def send(message):
+            if message["type"] == "http.response.body":
+                sent.append(message["body"])
+
+        await files.response("temml.js", Headers())({"type": "http", "method": "GET"}, None, send)
+        return sent
+
+    one, other = asyncio.run(parts()), asyncio.run(parts())
+    assert b"".join(one) == (FOLDER / "temml.js").read_bytes()
+    assert all(a is b for a, b in zip(one, other, strict=True))
+    assert max(map(len, one)) <= 1 << 16
 
 
 @pytest.mark.parametrize("name", ["nothing.js", "page.py", "..%2Fpage.py", "%2e%2e/page.py"])
