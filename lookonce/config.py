@@ -285,6 +285,8 @@ class ConnectionConfig:
     """Seconds a connection may wait for its next request."""
     write_timeout: float = 60.0
     """Seconds a client may leave an answer unread."""
+    max_unread_bytes: int = GIB // 4
+    """Of all answers together, of connections that have more than 64 KiB unread."""
 
 
 @dataclass(frozen=True, slots=True)

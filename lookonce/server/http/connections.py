@@ -27,6 +27,7 @@ import base64
 import binascii
 import errno
 import fcntl
+import heapq
 import ipaddress
 import logging
 import math
@@ -38,7 +39,9 @@ import sys
 import termios
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable
+from enum import IntEnum
 from functools import partial
 from http import HTTPStatus
 from pathlib import Path
@@ -46,7 +49,7 @@ from typing import Any, Generic, Literal, Protocol, TypeVar, cast
 
 import httptools
 import uvicorn
-from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT, FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
@@ -79,6 +82,11 @@ MAX_PIPELINED = 24
 """Requests of one connection that may wait for the one being served."""
 UNREAD_SECONDS = 3.0
 """Who leaves an answer unread for so long gives way to a new connection where there is no room."""
+UNREAD_KEPT = 0.75
+"""Of `max_unread_bytes`, once these were exceeded."""
+HEADER_SECONDS = 2.0
+"""Who has sent no whole header of a first request by then is the first to give way."""
+MAX_VICTIMS = 64
 LARGE_BODY_BYTES = 64 * 1024
 """Where more of a body has come, each read looks whether its client is still there."""
 UNREAD_BODY_BYTES = 128 * 1024
@@ -163,7 +171,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._overhead = self._num_body_bytes = 0
         self._num_chunks = 0
         """Of the read that is parsed."""
-        self._unread_since = math.inf
+        self.unread_since = math.inf
         """When the client stopped reading its answer."""
         self._handshake: asyncio.Task[Any] | None = None
         self._aborted = False
@@ -185,6 +193,7 @@ class HttpProtocol(HttpToolsProtocol):
         self.phase = "headers"
         if transport.get_extra_info("ssl_object") is not None:
             self._deadline = self._table.now + self._limits.header_timeout
+            self.transport.set_write_buffer_limits(HIGH_WATER_LIMIT)  # uvloop's is 512 KiB for TLS
 
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
         self._served = cycle
@@ -207,19 +216,33 @@ class HttpProtocol(HttpToolsProtocol):
         if self.phase == "idle" or (self.phase == "headers" and not self._overhead):
             self._deadline = min(self._deadline, self._table.now + seconds)
 
-    def evict(self) -> bool:
-        """Close the connection, if it is not closed already, and no whole request of it is being
-        served or its client does not read the answer: the event loop tells of its end in its next
-        turn."""
+    @property
+    def header_began(self) -> float:
+        """When it began to wait for the header or the handshake that it waits for."""
+        return self._deadline - self._limits.header_timeout
+
+    @property
+    def has_received(self) -> bool:
+        """Anything of the header that it waits for."""
+        return self._overhead > 0
+
+    def evictable(self) -> bool:
+        """It is not closed already, and no whole request of it is being served or its client does
+        not read the answer."""
         serving = self.phase == "serving" or (self.phase == "body" and self.pipeline)
-        if self._aborted or (serving and self._table.now - self._unread_since < UNREAD_SECONDS):
+        unread = self._table.now - self.unread_since >= UNREAD_SECONDS
+        return not self._aborted and (not serving or unread)
+
+    def evict(self) -> bool:
+        """The event loop tells of its end in its next turn."""
+        if not self.evictable():
             return False
         self._abort()
         return True
 
     def _abort(self) -> None:
         self._aborted = True
-        self._deadline = self._unread_since = math.inf
+        self._deadline = self.unread_since = math.inf
         if self.phase != "handshake":
             self.transport.abort()
         elif self._handshake is not None:
@@ -522,15 +545,27 @@ class HttpProtocol(HttpToolsProtocol):
         self._read_in_turn()
 
     def pause_writing(self) -> None:
-        self._unread_since = self._table.now
+        self.unread_since = self._table.now
         super().pause_writing()
+        self._table.hold_unread(self)
 
     def resume_writing(self) -> None:
-        self._unread_since = math.inf
+        self.unread_since = math.inf
+        self._table.release_unread(self)
         super().resume_writing()
 
+    @property
+    def num_unread(self) -> int:
+        """Bytes that were written and that the client has not taken."""
+        return self.transport.get_write_buffer_size()
+
+    def give_up_unread(self) -> None:
+        """Close the connection: all of them together hold too much that is not read."""
+        self._table.count_refused("too_much_unread")
+        self._abort()
+
     def check_deadline(self, now: float) -> None:
-        if now - self._unread_since > self._limits.write_timeout:
+        if now - self.unread_since > self._limits.write_timeout:
             self._time_out("write")
         elif self.pipeline and self.flow.read_paused and self._unread_of_left() is not None:
             self._abort()  # nothing is read, so that nothing else tells of its end
@@ -579,6 +614,32 @@ def _is_websocket_key(value: bytes) -> bool:
 # --- all connections ----------------------------------------------------------------------------
 
 
+class Unread(Protocol):
+    """A connection whose client does not read."""
+
+    @property
+    def unread_since(self) -> float: ...
+
+    @property
+    def num_unread(self) -> int: ...
+
+    def give_up_unread(self) -> None: ...
+
+
+class Eviction(IntEnum):
+    """In which order connections are closed where there is no room, by what they are doing."""
+
+    NO_REQUEST = 0
+    """It has never sent a whole header, and has had `HEADER_SECONDS` to do so."""
+    IDLE = 1
+    """It has sent a request before, or has just come."""
+    HEADER = 2
+    BODY = 3
+    """It is sending a request's header, or body."""
+    SERVED = 4
+    """It leaves its answer unread."""
+
+
 class Connection(Protocol):
     """What `Connections` must know of one, be it HTTP or a WebSocket."""
 
@@ -591,7 +652,13 @@ class Connection(Protocol):
     @property
     def num_requests(self) -> int: ...
 
-    def evict(self) -> bool: ...
+    def evictable(self) -> bool:
+        """Whether it may be closed to make room now."""
+        ...
+
+    def evict(self) -> bool:
+        """Close it if it is `evictable`; whether it was."""
+        ...
 
     def check_deadline(self, now: float) -> None: ...
 
@@ -669,6 +736,13 @@ class Connections:
         self._read_turn: asyncio.Handle | None = None
         self._num_dropped = 0
         """Bytes, since the last turn."""
+        self._unread: dict[Unread, int] = {}
+        """Bytes that are unread of those whose clients do not read, as far as is known."""
+        self._num_unread = 0
+        """The sum of these."""
+        self._unread_turn: asyncio.Handle | None = None
+        self._victims: deque[tuple[Eviction, Connection]] = deque()
+        """That are closed next where there is no room, unless they do something else by then."""
         counts = Counts() if counts is None else counts
         self._refused = counts.by_label("http_refused_total")
         self._evicted = counts.count("http_connections_evicted_total")
@@ -726,6 +800,39 @@ class Connections:
         if connection is not None:
             connection.read_once()
 
+    def hold_unread(self, connection: Unread) -> None:
+        """Its client does not read: what was written to it counts for `max_unread_bytes`."""
+        self.release_unread(connection)
+        self._unread[connection] = connection.num_unread
+        self._num_unread += self._unread[connection]
+        if self._num_unread > self.limits.max_unread_bytes and self._unread_turn is None:
+            self._unread_turn = asyncio.get_running_loop().call_soon(self._shorten_unread)
+
+    def release_unread(self, connection: Unread) -> None:
+        """It is read again, or is closed."""
+        self._num_unread -= self._unread.pop(connection, 0)
+
+    def _shorten_unread(self) -> None:
+        """Where more is unread than may be, close those that have most of it until a quarter of the
+        room is free: to look at thousands of connections for each of them would take long. Those
+        come first that have not read for `UNREAD_SECONDS`: a large answer that is being read has
+        much unread for a moment."""
+        self._unread_turn = None
+        self._unread = {each: each.num_unread for each in self._unread}
+        self._num_unread = sum(self._unread.values())
+        most = self.limits.max_unread_bytes
+        if self._num_unread <= most:
+            return
+
+        def order(each: Unread) -> tuple[bool, int]:
+            return self.now - each.unread_since < UNREAD_SECONDS, -self._unread[each]
+
+        for each in sorted(self._unread, key=order):
+            if self._num_unread <= most * UNREAD_KEPT:
+                return
+            self.release_unread(each)
+            each.give_up_unread()
+
     def leave_turns(self, connection: HttpProtocol) -> None:
         self._dropping.discard(connection)
         self._reading.discard(connection)
@@ -741,6 +848,8 @@ class Connections:
                 del self._by_address[connection.address]
             if isinstance(connection, HttpProtocol):
                 self.leave_turns(connection)
+            if connection in self._unread:
+                self.release_unread(cast(Unread, connection))
             self.on_room()
 
     def replace(self, old: Connection, new: Connection) -> None:
@@ -749,27 +858,54 @@ class Connections:
         if old in held:
             del held[old]
             held[new] = None
+        if old in self._unread:
+            self.release_unread(cast(Unread, old))
 
     def evict_one(self) -> bool:
-        """Close the oldest connection that waits for its client, of the address that has most.
+        """Close the connection whose client has kept this process waiting with least to show.
 
-        Among one address's those come first that never sent a request, then those that sent one,
-        then those that are sending one, and last those that leave an answer unread.
+        What each is doing comes first, in the order of `Eviction`: an address with several
+        connections that it uses does not lose one while silent ones of many addresses are there.
+        Of those that do the same, one of the address that has most is closed, its oldest first.
         """
-        for address in sorted(self._by_address, key=lambda a: -len(self._by_address[a])):
-            held = list(self._by_address[address])
-            for connection in sorted(
-                held,
-                key=lambda each: (
-                    each.phase == "serving",
-                    each.phase == "body",
-                    each.num_requests > 0,
-                ),
-            ):
-                if connection.evict():
-                    self._evicted.add()
-                    return True
-        return False
+        while True:
+            if not self._victims:
+                self._victims = self._next_victims()
+            if not self._victims:
+                return False
+            rank, victim = self._victims.popleft()
+            is_open = victim in self._by_address.get(victim.address, ())
+            if is_open and self._eviction(victim) == rank and victim.evict():
+                self._evicted.add()
+                return True
+
+    def _next_victims(self) -> deque[tuple[Eviction, Connection]]:
+        """The next `MAX_VICTIMS` to close, all of one rank; looking at thousands of connections for
+        each one that is closed would take milliseconds each time."""
+        found: list[tuple[Eviction, int, int, Connection]] = []
+        for held in self._by_address.values():
+            ranked = [(self._eviction(each), each) for each in held if each.evictable()]
+            ranked.sort(key=lambda pair: pair[0])
+            for number, (rank, each) in enumerate(ranked):  # those before it are closed by then
+                found.append((rank, number - len(held), len(found), each))
+        first = heapq.nsmallest(MAX_VICTIMS, found)
+        return deque((rank, each) for rank, _, _, each in first if rank == first[0][0])
+
+    def _eviction(self, connection: Connection) -> Eviction:
+        if not isinstance(connection, HttpProtocol | SilentConnection):
+            return Eviction.SERVED
+        match connection.phase:
+            case "serving":
+                return Eviction.SERVED
+            case "body":
+                return Eviction.BODY
+            case "idle":
+                return Eviction.IDLE
+            case "refused":
+                return Eviction.NO_REQUEST
+        if self.now - connection.header_began < HEADER_SECONDS:
+            return Eviction.HEADER if connection.has_received else Eviction.IDLE
+        return Eviction.IDLE if connection.num_requests else Eviction.NO_REQUEST
 
     def sweep(self, now: float) -> None:
         """End what has passed its deadline, once a second.
@@ -778,6 +914,7 @@ class Connections:
         """
         late = now - self.now > SWEEP_SECONDS
         self.now = now + SWEEP_SECONDS
+        self._victims.clear()
         for connection in self._all():
             if not late:
                 connection.check_deadline(now)
@@ -934,7 +1071,19 @@ class SilentConnection:
         """It ends so soon, if nothing comes."""
         self.deadline = min(self.deadline, self._connections.now + seconds)
 
+    @property
+    def header_began(self) -> float:
+        """When it was accepted."""
+        return self.deadline - self._connections.limits.header_timeout
+
+    has_received = False
+
+    def evictable(self) -> bool:
+        return self.socket.fileno() >= 0
+
     def evict(self) -> bool:
+        if not self.evictable():
+            return False
         self.close()
         return True
 
@@ -1168,6 +1317,8 @@ def _turn_away(accepted: socket.socket, answer: bytes | None) -> None:
 # --- writing ------------------------------------------------------------------------------------
 
 _HEAD = b"HTTP/1.1 "
+JOINED_BYTES = 16 * 1024
+"""A longer body is written behind its head without a copy of it: several answers may share it."""
 
 
 class HeadBufferingTransport:
@@ -1183,8 +1334,16 @@ class HeadBufferingTransport:
         self._head = b""
 
     def write(self, data: bytes) -> None:
+        """What is written to a client that has left is dropped; uvloop raises `RuntimeError`."""
+        if self._transport.is_closing():
+            self._head = b""
+            return
         if self._head:
-            data, self._head = self._head + data, b""
+            head, self._head = self._head, b""
+            if len(data) > JOINED_BYTES:
+                self._transport.writelines([head, data])
+                return
+            data = head + data
         elif data.startswith(_HEAD):
             self._head = data
             asyncio.get_running_loop().call_soon(self._flush)
@@ -1193,7 +1352,8 @@ class HeadBufferingTransport:
 
     def write_eof(self) -> None:
         self._flush()
-        self._transport.write_eof()
+        if not self._transport.is_closing():
+            self._transport.write_eof()
 
     def close(self) -> None:
         self._flush()

@@ -44,6 +44,10 @@ class ConnectionTable(Protocol):
 
     def count_refused(self, reason: str) -> None: ...
 
+    def hold_unread(self, connection: Any) -> None: ...
+
+    def release_unread(self, connection: Any) -> None: ...
+
 
 class WebSocketProtocol(WebSocketsSansIOProtocol):
     """A WebSocket in the table of `connections`, from its handshake to its end."""
@@ -66,17 +70,20 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         self._limits = connections.limits
         self._deadline = math.inf
         """Of the message that is being received."""
-        self._unread_since = math.inf
+        self.unread_since = math.inf
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self._table.remove(self)
 
+    def evictable(self) -> bool:
+        return False
+
     def evict(self) -> bool:
         return False
 
     def check_deadline(self, now: float) -> None:
-        if now - self._unread_since > self._limits.write_timeout:
+        if now - self.unread_since > self._limits.write_timeout:
             self._table.count_refused("write_timeout")
             self.transport.abort()
         elif now < self._deadline:
@@ -161,9 +168,21 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
             self.handshake_complete = True
 
     def pause_writing(self) -> None:
-        self._unread_since = self._table.now
+        self.unread_since = self._table.now
         super().pause_writing()
+        self._table.hold_unread(self)
 
     def resume_writing(self) -> None:
-        self._unread_since = math.inf
+        self.unread_since = math.inf
+        self._table.release_unread(self)
         super().resume_writing()
+
+    @property
+    def num_unread(self) -> int:
+        """Bytes that were written and that the client has not taken."""
+        return self.transport.get_write_buffer_size()
+
+    def give_up_unread(self) -> None:
+        """Close the connection: all of them together hold too much that is not read."""
+        self._table.count_refused("too_much_unread")
+        self.transport.abort()
