@@ -3,8 +3,13 @@ whatever is lost on the way, and likewise encoder outputs and processed items.""
 
 from __future__ import annotations
 
+import math
 import random
+import socket
+import subprocess
+import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +24,10 @@ from hypothesis import strategies as st
 from lookonce.cache.store import Store
 from lookonce.config import ENCODER_TOPIC, ENGINE_TOPIC, ITEM_TOPIC, EventsConfig, Options, resolve
 from lookonce.engine.process.cache_events import (
+    MAX_REPLAYS,
+    MAX_SNAPSHOT_CHANGES,
+    REPLAY_SAVED_SECONDS,
+    REPLAY_SHARE,
     Change,
     Cleared,
     Computed,
@@ -29,6 +38,8 @@ from lookonce.engine.process.cache_events import (
     StepEvents,
     Stored,
     TopicLog,
+    WorkShare,
+    _Replays,
     to_events,
 )
 from lookonce.errors import ConfigError
@@ -447,9 +458,47 @@ def test_replay_forgets_by_number_and_by_bytes_and_a_snapshot_is_cut() -> None:
     assert 1 < len(kept) < 10
     assert [number for number, _ in kept] == list(range(2501 - len(kept), 2501))
     batches = list(log.snapshot())
-    assert [number for number, _ in batches] == [2500] * 3
+    assert [number for number, _ in batches] == [2500] * math.ceil(2500 / MAX_SNAPSHOT_CHANGES)
     with pytest.raises(ValueError, match="8 bytes"):
         list(log.answer(b"x"))
+
+
+def test_a_snapshot_is_shared_by_all_who_asked_before_it_was_taken() -> None:
+    log = TopicLog("kv", "array", 4)
+    log.append([Held(number.to_bytes(32, "big")) for number in range(1000)])
+    asked = time.monotonic()
+    one, other = (log.answer(b"snapshot", asked) for _ in range(2))
+    made = [next(one)[1], next(one)[1]]
+    log.append([Held(b"new")])
+    assert [next(other)[1], next(other)[1]] == made
+    made += [payload for _, payload in one][:-1]
+    shared = [payload for _, payload in other][:-1]
+    assert all(a is b for a, b in zip(made[2:], shared, strict=True))
+    assert b"new" not in b"".join(made)
+    late = [payload for _, payload in log.answer(b"snapshot", time.monotonic())]
+    assert b"new" in b"".join(late)
+
+
+def test_a_thread_works_for_its_share_and_at_once_for_what_it_saved() -> None:
+    now = 100.0
+    share = WorkShare(0.2, 0.5, lambda: now)
+
+    def worked(seconds: float) -> float:
+        nonlocal now
+        now += seconds
+        rest = share.rest(seconds)
+        now += rest
+        return rest
+
+    assert worked(0.1) == pytest.approx(0.1)  # half of the time while something is saved
+    began, work = now, 0.0
+    while now < began + 100:
+        worked(0.01)
+        work += 0.01
+    assert 0.2 <= work / (now - began) <= 0.21
+    now += 1000
+    assert worked(0.4) == pytest.approx(0.4)
+    assert worked(0.4) > 0.4
 
 
 # --- sockets -------------------------------------------------------------------------------------
@@ -535,9 +584,9 @@ def test_for_a_client_that_does_not_read_little_is_queued_and_others_are_answere
     made = 0
     answer = TopicLog.answer
 
-    def counted(log: TopicLog, request: bytes) -> Iterator[tuple[bytes, bytes]]:
+    def counted(log: TopicLog, request: bytes, asked: float) -> Iterator[tuple[bytes, bytes]]:
         nonlocal made
-        for each in answer(log, request):
+        for each in answer(log, request, asked):
             made += len(each[1])
             yield each
 
@@ -571,6 +620,68 @@ def test_for_a_client_that_does_not_read_little_is_queued_and_others_are_answere
             assert read(quick) == list(range(last + 1))
             assert made < 1.8 * total
     publisher.close()
+
+
+FLOOD = """
+import sys, zmq
+context, poller = zmq.Context(), zmq.Poller()
+for _ in range(30):
+    asks = context.socket(zmq.DEALER)
+    asks.connect(sys.argv[1])
+    poller.register(asks, zmq.POLLIN)
+    for _ in range(9):
+        asks.send_multipart([b"", b"snapshot", sys.argv[2].encode()])
+while True:
+    for asks, _ in poller.poll():
+        if asks.recv_multipart()[1] == b"\\xff" * 8:
+            asks.send_multipart([b"", b"snapshot", sys.argv[2].encode()])
+"""
+
+
+def test_a_flood_of_requests_takes_a_share_of_the_time_and_keeps_nobody_waiting(
+    folder: Path,
+) -> None:
+    """It took all of a core, and with it the interpreter lock from the engine's steps."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    addresses = [f"ipc://{folder}/pub", f"tcp://127.0.0.1:{port}"]
+    publisher = EventPublisher(EventsConfig(*addresses))
+    log = publisher._logs[ITEM_TOPIC]
+    held = [number.to_bytes(32, "big") for number in range(20_000)]
+    log.append([Held(each) for each in held])
+    clock = time.pthread_getcpuclockid(publisher._threads[1].ident or 0)
+    flood = subprocess.Popen([sys.executable, "-c", FLOOD, addresses[1], ITEM_TOPIC])
+    try:
+        eventually(lambda: time.clock_gettime(clock) > 2 * REPLAY_SAVED_SECONDS, 60.0)
+        began, used = time.monotonic(), time.clock_gettime(clock)
+        with zmq.Context() as context, context.socket(zmq.DEALER) as asks:
+            asks.connect(f"tcp://127.0.0.9:0;127.0.0.1:{port}")
+            asks.send_multipart([b"", b"snapshot", ITEM_TOPIC.encode()])
+            honest = Subscriber("array", None, blocks=False)
+            while asks.poll(20_000):
+                _, number, payload = asks.recv_multipart()
+                if number == END:
+                    break
+                honest.apply(payload)
+        assert honest.held.keys() == set(held)
+        assert time.monotonic() - began < 5.0
+        time.sleep(max(0.0, began + 2.0 - time.monotonic()))
+        elapsed, used = time.monotonic() - began, time.clock_gettime(clock) - used
+        assert used < 1.5 * REPLAY_SHARE * elapsed
+    finally:
+        flood.kill()
+        flood.wait()
+        publisher.close()
+
+
+def test_of_many_clients_those_of_the_address_that_has_most_lose_their_answers() -> None:
+    replays = _Replays()
+    replays.add("one", b"honest", iter([(b"1", b"a")]))
+    for number in range(MAX_REPLAYS + 9):
+        replays.add("many", b"%d" % number, iter([(b"1", b"b")]))
+    assert len(replays) == MAX_REPLAYS
+    turns = [replays.next_turn()[0] for _ in range(4)]
+    assert turns == [b"honest", b"10", b"honest", b"11"]
 
 
 def test_an_address_that_cannot_be_bound_is_an_error_of_one_line(folder: Path) -> None:

@@ -20,10 +20,12 @@ that name this start of the engine. A second frame names another topic than that
 from __future__ import annotations
 
 import logging
+import math
 import os
 import queue
 import threading
 import time
+import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -49,8 +51,11 @@ logger = logging.getLogger(__name__)
 MAX_REPLAY_BATCHES = 10_000
 MAX_REPLAY_BYTES = 64 << 20
 """What is kept of each topic for replay; older batches are forgotten."""
-MAX_SNAPSHOT_CHANGES = 1_000
-"""Changes in one batch of a snapshot."""
+MAX_SNAPSHOT_CHANGES = 250
+"""Changes in one batch of a snapshot: it holds the interpreter lock, which the step thread waits
+for, for a millisecond or two."""
+SHARED_BATCHES = 16
+"""Of a snapshot, that are kept for others who asked for it."""
 START_BYTES = 16
 LOAD_SECONDS = 0.1
 """Least time between two events about the load."""
@@ -68,14 +73,22 @@ HIGH_WATER_MARK = 100_000
 REPLAY_HIGH_WATER_MARK = 64
 """Answers queued for one client that asks; the next ones are made once it has read some."""
 MAX_REPLAYS = 64
-"""Clients that are answered at a time, of more the one that asked first loses the rest; and
-requests that one client may have sent before the first of them is answered."""
+"""Clients that are answered at a time, of more the one that asked first, of the address that has
+most, loses the rest; and requests that one client may have sent before the first of them is
+answered."""
 MAX_RECEIVED_BYTES = 512
 """Of a frame from a client (a request, a topic, a subscription): who sends more is disconnected."""
 REPLAY_SECONDS = 10.0
 """How long a client that is answered may read nothing; then it loses the rest, and asks again."""
 BLOCKED_MILLISECONDS = 1
 """Between two tries to send, while all clients that are answered are slow."""
+RECEIVED_AT_ONCE = 16
+"""Requests, before the next answer is made."""
+REPLAY_SHARE = 0.2
+"""Of the time that answers are made in: all of it is taken from the steps."""
+REPLAY_SAVED_SECONDS = 0.5
+"""Of work, that may be done faster after a time without: a subscriber that comes waits 5 s for its
+snapshot, and those that ask without end slow themselves."""
 
 
 # --- what happened -------------------------------------------------------------------------------
@@ -346,6 +359,36 @@ def _as_array(event: Event) -> list[Any]:
     return values
 
 
+class Snapshot:
+    """What is held of one topic at a moment, in batches that are made when they are read first.
+
+    Whoever asked before this moment may read them: most of a snapshot's cost is to make it.
+    """
+
+    def __init__(self, number: int, held: Sequence[Change], block_size: int, form: str) -> None:
+        """`number` of the last batch that is included."""
+        self.moment = time.monotonic()
+        self._number, self._held = number, held
+        self._block_size, self._form = block_size, form
+        self._time = time.time()
+        self._made: OrderedDict[int, bytes] = OrderedDict()
+        """The batches made last, by the index of their first change."""
+
+    def batches(self) -> Iterator[tuple[int, bytes]]:
+        for at in range(0, max(len(self._held), 1), MAX_SNAPSHOT_CHANGES):
+            yield self._number, self._batch(at)
+
+    def _batch(self, at: int) -> bytes:
+        if at not in self._made:
+            changes: list[Change] = [] if at else [Cleared()]
+            changes += self._held[at : at + MAX_SNAPSHOT_CHANGES]
+            events = to_events(changes, self._block_size)
+            self._made[at] = encode_batch(events, self._form, self._time)
+            if len(self._made) > SHARED_BATCHES:
+                self._made.popitem(last=False)
+        return self._made[at]
+
+
 class TopicLog:
     """One topic: its last batches for replay, and what is held, for snapshots. Thread-safe.
 
@@ -373,6 +416,8 @@ class TopicLog:
         self._next = 0
         self._held: dict[bytes, Change] = {}
         """Key → what stored it, in that order: a block comes after its parent."""
+        self._latest: Callable[[], Snapshot | None] = lambda: None
+        """The last snapshot that was taken, while anybody reads it."""
         self.append([Cleared()])
 
     def append(self, changes: Sequence[Change]) -> tuple[bytes, bytes, bytes]:
@@ -403,26 +448,29 @@ class TopicLog:
         with self._lock:
             return [batch for batch in self._batches if batch[0] >= start]
 
-    def snapshot(self) -> Iterator[tuple[int, bytes]]:
+    def snapshot(self, asked: float = math.inf) -> Iterator[tuple[int, bytes]]:
         """Batches that clear everything and store what is held, each with the number of the last
-        batch that they include."""
-        with self._lock:
-            number, held = self._next - 1, list(self._held.values())
-        moment = time.time()
-        first: list[Change] = [Cleared()]
-        for at in range(0, max(len(held), 1), MAX_SNAPSHOT_CHANGES):
-            changes = (first if at == 0 else []) + held[at : at + MAX_SNAPSHOT_CHANGES]
-            yield number, encode_batch(to_events(changes, self._block_size), self._form, moment)
+        batch that they include. Who asked before the last snapshot was taken shares that one.
 
-    def answer(self, request: bytes) -> Iterator[tuple[bytes, bytes]]:
+        `asked`: by `time.monotonic`.
+        """
+        snapshot = self._latest()
+        if snapshot is None or snapshot.moment < asked:
+            with self._lock:
+                number, held = self._next - 1, list(self._held.values())
+            snapshot = Snapshot(number, held, self._block_size, self._form)
+            self._latest = weakref.ref(snapshot)
+        yield from snapshot.batches()
+
+    def answer(self, request: bytes, asked: float = math.inf) -> Iterator[tuple[bytes, bytes]]:
         """(number, payload) frames that answer a request: `snapshot`, `start`, or a number to
         replay from.
 
-        Raises `ValueError` for another request.
+        `asked`: when it came, by `time.monotonic`. Raises `ValueError` for another request.
         """
         batches: Iterator[tuple[int, bytes]]
         if request == REPLAY_SNAPSHOT:
-            batches = self.snapshot()
+            batches = self.snapshot(asked)
         elif request == REPLAY_START:
             with self._lock:
                 batches = iter([(self._next - 1, self._start)])
@@ -532,36 +580,59 @@ class EventPublisher:
     def _answer_all(self) -> None:
         """Until the context ends. A client that does not read keeps nobody from an answer, and no
         more than `REPLAY_HIGH_WATER_MARK` messages are queued for it."""
-        replays: OrderedDict[bytes, _Replay] = OrderedDict()
-        blocked = False
+        replays, share = _Replays(), WorkShare(REPLAY_SHARE, REPLAY_SAVED_SECONDS)
+        blocked, began = False, time.thread_time()
         while True:
             try:
                 wait = None if not replays else BLOCKED_MILLISECONDS if blocked else 0
                 if self._router.poll(wait):
-                    client, *rest = self._router.recv_multipart()
-                    replays.setdefault(client, _Replay()).add(self._answers(rest))
-                    if len(replays) > MAX_REPLAYS:
-                        replays.popitem(last=False)
-                blocked = True
-                for client in list(replays):
-                    sent = self._send_next(client, replays[client])
-                    if sent is None:
-                        del replays[client]
-                    blocked = blocked and not sent
+                    self._receive(replays)
+                blocked = not self._send_one(replays)
+                last, began = began, time.thread_time()
+                time.sleep(share.rest(began - last))
             except self._zmq.ContextTerminated:
                 self._router.close()
                 return
             except self._zmq.ZMQError:
                 logger.exception("a replay was not sent")
 
-    def _answers(self, frames: list[bytes]) -> Iterator[tuple[bytes, bytes]]:
+    def _receive(self, replays: _Replays) -> None:
+        """Some of the requests that have come."""
+        for _ in range(RECEIVED_AT_ONCE):
+            try:
+                frames = self._router.recv_multipart(self._zmq.DONTWAIT, copy=False)
+            except self._zmq.Again:
+                return
+            client, *rest = (frame.bytes for frame in frames)
+            answers = self._answers(rest, time.monotonic())
+            replays.add(self._address(frames[-1]), client, answers)
+
+    def _address(self, frame: Any) -> str:
+        """Of the client that has sent it: an IP address, or "" for all of a unix socket."""
+        try:
+            return str(frame.get("Peer-Address"))
+        except self._zmq.ZMQError:
+            return ""
+
+    def _send_one(self, replays: _Replays) -> bool:
+        """The next answer to the first client in turn that can take one; whether there was any."""
+        for _ in range(len(replays)):
+            client, replay = replays.next_turn()
+            sent = self._send_next(client, replay)
+            if sent is None:
+                replays.discard(client)
+            elif sent:
+                return True
+        return False
+
+    def _answers(self, frames: list[bytes], asked: float) -> Iterator[tuple[bytes, bytes]]:
         """`frames`: an empty one, the request, and perhaps a topic. A request that is wrong is
         answered with the end alone."""
         request = frames[1] if len(frames) > 1 else b""
         topic = frames[2].decode(errors="replace") if len(frames) > 2 else self._config.topic
         log = self._logs.get(topic)
         try:
-            yield from () if log is None else log.answer(request)
+            yield from () if log is None else log.answer(request, asked)
         except ValueError:
             log = None
         if log is None:
@@ -569,6 +640,8 @@ class EventPublisher:
 
     def _send_next(self, client: bytes, replay: _Replay) -> bool | None:
         """Whether the next answer was sent; None: there is none, or the client lost the rest."""
+        if replay.next is None:
+            replay.go_on()
         if replay.next is None:
             return None
         try:
@@ -579,8 +652,59 @@ class EventPublisher:
             if error.errno == self._zmq.EHOSTUNREACH:
                 return None  # it is gone
             raise
-        replay.go_on()
+        replay.next = None
         return True
+
+
+class WorkShare:
+    """Lets a thread work for a share of the time, and at once for what it has saved of it; never
+    for more than half of the time, so that other threads have the interpreter lock in between."""
+
+    def __init__(
+        self, share: float, saved: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`saved`: seconds of work that may be saved at most, and are at the beginning."""
+        self._share, self._most, self._clock = share, saved, clock
+        self._saved, self._last = saved, clock()
+
+    def rest(self, worked: float) -> float:
+        """Seconds to rest after so many of work."""
+        last, self._last = self._last, self._clock()
+        self._saved = min(self._most, self._saved + (self._last - last) * self._share) - worked
+        return worked if self._saved >= 0 else max(worked, -self._saved / self._share)
+
+
+class _Replays:
+    """The clients that are answered, in turns by address, and those of one address in turns."""
+
+    def __init__(self) -> None:
+        self._turns: OrderedDict[str, OrderedDict[bytes, _Replay]] = OrderedDict()
+        self._addresses: dict[bytes, str] = {}
+
+    def __len__(self) -> int:
+        return len(self._addresses)
+
+    def add(self, address: str, client: bytes, answers: Iterator[tuple[bytes, bytes]]) -> None:
+        """One more request. Beyond `MAX_REPLAYS` clients one loses the rest."""
+        address = self._addresses.setdefault(client, address)
+        self._turns.setdefault(address, OrderedDict()).setdefault(client, _Replay()).add(answers)
+        if len(self) > MAX_REPLAYS:
+            most = max(self._turns.values(), key=len)
+            self.discard(next(iter(most)))
+
+    def next_turn(self) -> tuple[bytes, _Replay]:
+        address, clients = next(iter(self._turns.items()))
+        client, replay = next(iter(clients.items()))
+        self._turns.move_to_end(address)
+        clients.move_to_end(client)
+        return client, replay
+
+    def discard(self, client: bytes) -> None:
+        address = self._addresses.pop(client)
+        clients = self._turns[address]
+        del clients[client]
+        if not clients:
+            del self._turns[address]
 
 
 class _Replay:
@@ -590,16 +714,15 @@ class _Replay:
         self._answers: deque[Iterator[tuple[bytes, bytes]]] = deque(maxlen=MAX_REPLAYS)
         """To each of its requests."""
         self.next: tuple[bytes, bytes] | None = None
-        self.moment = 0.0
+        self.moment = time.monotonic()
         """Since when `next` waits."""
 
     def add(self, answers: Iterator[tuple[bytes, bytes]]) -> None:
         self._answers.append(answers)
-        if self.next is None:
-            self.go_on()
 
     def go_on(self) -> None:
-        self.next, self.moment = None, time.monotonic()
+        """Make the next answer; None: there is none."""
+        self.moment = time.monotonic()
         while self._answers and self.next is None:
             self.next = next(self._answers[0], None)
             if self.next is None:
