@@ -86,6 +86,8 @@ UNREAD_KEPT = 0.75
 """Of `max_unread_bytes`, once these were exceeded."""
 HEADER_SECONDS = 2.0
 """Who has sent no whole header of a first request by then is the first to give way."""
+FEW_CONNECTIONS = 8
+"""That one address may have before it gives way to those that have fewer: a browser opens six."""
 MAX_VICTIMS = 64
 LARGE_BODY_BYTES = 64 * 1024
 """Where more of a body has come, each read looks whether its client is still there."""
@@ -627,7 +629,7 @@ class Unread(Protocol):
 
 
 class Eviction(IntEnum):
-    """In which order connections are closed where there is no room, by what they are doing."""
+    """What connections are doing, in the order in which they are closed where there is no room."""
 
     NO_REQUEST = 0
     """It has never sent a whole header, and has had `HEADER_SECONDS` to do so."""
@@ -862,34 +864,43 @@ class Connections:
             self.release_unread(cast(Unread, old))
 
     def evict_one(self) -> bool:
-        """Close the connection whose client has kept this process waiting with least to show.
+        """Close the connection that has least to show for its place.
 
-        What each is doing comes first, in the order of `Eviction`: an address with several
-        connections that it uses does not lose one while silent ones of many addresses are there.
-        Of those that do the same, one of the address that has most is closed, its oldest first.
+        Those come first that have never sent a request, then those of addresses that have more than
+        `FEW_CONNECTIONS`, then all others: an address with a few that it uses does not lose one
+        while silent ones of many addresses are there, or many of one. Of those of the first two
+        kinds, one of the address that has most is closed; of the others, and of one address, what
+        each is doing decides, in the order of `Eviction`, and then its age.
         """
         while True:
             if not self._victims:
                 self._victims = self._next_victims()
             if not self._victims:
                 return False
-            rank, victim = self._victims.popleft()
+            doing, victim = self._victims.popleft()
             is_open = victim in self._by_address.get(victim.address, ())
-            if is_open and self._eviction(victim) == rank and victim.evict():
+            if is_open and self._eviction(victim) == doing and victim.evict():
                 self._evicted.add()
                 return True
 
     def _next_victims(self) -> deque[tuple[Eviction, Connection]]:
-        """The next `MAX_VICTIMS` to close, all of one rank; looking at thousands of connections for
+        """The next `MAX_VICTIMS` to close, all of one kind; looking at thousands of connections for
         each one that is closed would take milliseconds each time."""
-        found: list[tuple[Eviction, int, int, Connection]] = []
+        found: list[tuple[int, int, int, int, Eviction, Connection]] = []
         for held in self._by_address.values():
             ranked = [(self._eviction(each), each) for each in held if each.evictable()]
             ranked.sort(key=lambda pair: pair[0])
-            for number, (rank, each) in enumerate(ranked):  # those before it are closed by then
-                found.append((rank, number - len(held), len(found), each))
+            for number, (doing, each) in enumerate(ranked):
+                left = len(held) - number  # those before it are closed by then
+                if doing == Eviction.NO_REQUEST:
+                    order = 0, -left, 0
+                elif left > FEW_CONNECTIONS:
+                    order = 1, -left, 0
+                else:
+                    order = 2, int(doing), -left
+                found.append((*order, len(found), doing, each))
         first = heapq.nsmallest(MAX_VICTIMS, found)
-        return deque((rank, each) for rank, _, _, each in first if rank == first[0][0])
+        return deque((each[4], each[5]) for each in first if each[0] == first[0][0])
 
     def _eviction(self, connection: Connection) -> Eviction:
         if not isinstance(connection, HttpProtocol | SilentConnection):

@@ -19,6 +19,7 @@ from lookonce.server.http import connections, uvicorn_server
 from lookonce.server.http.connections import (
     ACCEPTS_PER_TURN,
     FEW_CHUNKS,
+    FEW_CONNECTIONS,
     OPENED_PER_TURN,
     UNREAD_BODY_BYTES,
     Acceptor,
@@ -306,6 +307,28 @@ def test_silent_ones_of_many_addresses_give_way_before_the_used_ones_of_one():
             assert running.table.evict_one()
             assert evicted(held) == {f"used {number}"}
         assert running.table.total == 0
+
+    on_connections(scenario)
+
+
+def test_many_of_one_address_give_way_before_the_idle_ones_of_another():
+    """Also those that are sending something, slowly."""
+
+    async def scenario(running):
+        held = {f"idle {number}": running.connect("one") for number in range(3)}
+        running.go.set()
+        for protocol, _ in held.values():
+            protocol.data_received(VERSION)
+        await settle()
+        for number in range(FEW_CONNECTIONS + 3):
+            held[f"slow {number}"] = running.connect("many")
+            held[f"slow {number}"][0].data_received(POST)
+        gone = []
+        for _ in range(5):
+            assert running.table.evict_one()
+            gone += evicted(held)
+        assert gone == ["slow 0", "slow 1", "slow 2", "idle 0", "idle 1"]
+        end(held)
 
     on_connections(scenario)
 
