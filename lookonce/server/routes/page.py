@@ -84,7 +84,9 @@ class PageFiles:
 
     def __init__(self, folder: Path) -> None:
         self._files = {
-            path.name: PageFile(path.name, path.read_bytes()) for path in folder.iterdir()
+            path.name: PageFile(path.name, path.read_bytes())
+            for path in folder.iterdir()
+            if path.is_file()
         }
 
     def response(self, name: str, headers: Headers) -> Response:
