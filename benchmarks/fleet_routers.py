@@ -53,7 +53,14 @@ class RuleRouter(Router):
         self.texts: dict[str, str] = {}
         """Request id → its text, for rules that need it."""
 
-    def route(self, request_id: str, identity: Identity, without: Collection[str] = ()) -> Route:
+    def route(
+        self,
+        request_id: str,
+        identity: Identity,
+        without: Collection[str] = (),
+        *,
+        now: float = 0.0,
+    ) -> Route:
         candidates = [e for e in self.engines.values() if e.accepts and e.name not in without]
         if not candidates:
             raise NoEngineError

@@ -308,7 +308,7 @@ class Frontend:
         while True:
             began = time.perf_counter()
             try:
-                route = router.route(request_id, identity, failed)
+                route = router.route(request_id, identity, failed, now=time.monotonic())
             except NoEngineError:
                 await self._no_engine(exchange, identity, failed)
                 return
@@ -677,7 +677,7 @@ class Frontend:
                 self._check_unnamed(exchange.path)
             known = named in self._fleet.router.models()  # of others engines say what is wrong
             identity = Identity(named if known else None)
-            route = self._fleet.router.route(exchange.request_id, identity)
+            route = self._fleet.router.route(exchange.request_id, identity, now=time.monotonic())
         except (LookOnceError, NoEngineError) as error:
             self.active -= 1
             if isinstance(error, NoEngineError):

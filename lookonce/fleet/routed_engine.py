@@ -201,7 +201,7 @@ class RoutedEngine(RenderOnlyEngine):
         refusal: LookOnceError | None = None
         while True:
             try:
-                route = router.route(client_id, identity, failed)
+                route = router.route(client_id, identity, failed, now=time.monotonic())
             except NoEngineError:
                 raise refusal or UnavailableError("no engine takes requests now") from None
             request.num_retried += len(failed) == 1

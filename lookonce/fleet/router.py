@@ -1,7 +1,8 @@
 """Chooses an engine for a request: the one where it costs the fewest seconds.
 
     price(engine) =   work that waits there: of requests sent from here and not answered yet,
-                      and of as many others as the engine reports
+                      without what should be done by now of the one that is first; and of as many
+                      others as the engine reports
                   +   encoder runs of media whose outputs are not held there
                   +   processing of media that are not held there in any form
                   +   prompt tokens beyond the longest beginning that was computed there
@@ -17,7 +18,7 @@ about gets a second engine when the queue of the first costs more than encoding 
 
 What engines hold is known from their events, and what they are about to hold from what was sent to
 them. Keys of media and blocks are exact; which prompt has which blocks is learned from
-`PromptComputed`. No I/O, no clock: for one thread.
+`PromptComputed`. No I/O, no clock (`route` is told the time): for one thread.
 """
 
 from __future__ import annotations
@@ -60,6 +61,9 @@ RATE_WEIGHT = 0.3
 MOST_PROCESSING = 3.0
 """Times what processing was taken to cost, that one first token can tell: it may have waited for
 something else."""
+MOST_PROGRESS = 0.9
+"""Share of a request's work until its first token that is taken for done because its time has
+passed: an engine that is slower than it was, or has stopped, does not look idle."""
 LEAST_PROCESSING = 1e-3
 MEGABYTE = 1e6
 MIN_LOADS = 4
@@ -194,6 +198,11 @@ class EngineState:
         self.load: EngineLoad | None = None
         self.backlog = 0.0
         """Seconds of what was sent from here and is not done."""
+        self.unanswered: dict[int, Route] = {}
+        """What was sent from here and has no first token, in the order in which it was sent; by
+        the route's `id`."""
+        self.first_began = 0.0
+        """When the engine could begin with the first of these."""
         self.num_requests = 0
         """Sent from here and not ended."""
         self.most_requests = 0
@@ -283,8 +292,30 @@ class EngineState:
             share = added / self.rates.decoded_token
             self.rates.beside = min(1.0, max(LEAST_BESIDE, share))
 
-    def waiting_seconds(self) -> float:
-        """Work there, of requests sent by others too."""
+    def note_sent(self, route: Route) -> None:
+        if not self.unanswered:
+            self.first_began = route.sent
+        self.unanswered[id(route)] = route
+
+    def note_answered(self, route: Route, now: float) -> None:
+        """It has its first token, or will have none. One that was not the first of them says
+        nothing of how far that is."""
+        if next(iter(self.unanswered), None) == id(route):
+            self.first_began = now
+        self.unanswered.pop(id(route), None)
+
+    def waiting_seconds(self, now: float) -> float:
+        """Work that waits there: of requests sent by others too, and without what the engine should
+        have done by now. It does one request after the other."""
+        waiting = self.queued_seconds()
+        if self.unanswered and now > self.first_began:
+            first = next(iter(self.unanswered.values()))
+            most = MOST_PROGRESS * first.work.to_first_token
+            waiting -= min(now - self.first_began, most)
+        return waiting
+
+    def queued_seconds(self) -> float:
+        """As `waiting_seconds`, when none of it has been done."""
         if not self.others:
             return self.backlog
         usual = self.rates.beside * DEFAULT_ANSWER_TOKENS * self.rates.decoded_token
@@ -399,6 +430,8 @@ class Route:
     next_price: float
     """Of the cheapest other engine; infinite where there is none."""
     expected: tuple[int, ...] = ()
+    sent: float = 0.0
+    """When, as `Router.route` was told."""
     left: float = 0.0
     answered: bool = False
     computed: bool = False
@@ -536,6 +569,8 @@ class Router:
         self._running: dict[str, list[Route]] = {}
         """Id of a request → the routes with it: clients choose ids, and two may choose the same."""
         self._chars_per_token = DEFAULT_CHARS_PER_TOKEN
+        self._now = 0.0
+        """The latest time that is known."""
         self.answer_tokens = DEFAULT_ANSWER_TOKENS
         """That an answer usually has."""
         self.routed: Counter[tuple[str, str]] = Counter()
@@ -657,11 +692,20 @@ class Router:
 
     # --- requests --------------------------------------------------------------------------------
 
-    def route(self, request_id: str, identity: Identity, without: Collection[str] = ()) -> Route:
-        """The engine for a request; `without`: names of engines that failed on it.
+    def route(
+        self,
+        request_id: str,
+        identity: Identity,
+        without: Collection[str] = (),
+        *,
+        now: float = 0.0,
+    ) -> Route:
+        """The engine for a request; `without`: names of engines that failed on it; `now`: seconds
+        of any clock that never goes back, the same one each time.
 
         Raises `NoEngineError`. Call `answered` and `ended` with the result.
         """
+        self._now = max(now, self._now)
         candidates = [
             engine
             for engine in self.engines.values()
@@ -675,7 +719,7 @@ class Router:
         knowing = self._knowing(media, candidates)
         works = self._works(identity, media, candidates)
         prices = [
-            (engine.waiting_seconds() + RECOMPUTED * work.to_first_token, engine, work)
+            (engine.waiting_seconds(self._now) + RECOMPUTED * work.to_first_token, engine, work)
             for engine, work in zip(candidates, works, strict=True)
         ]
         listed = prices
@@ -859,6 +903,8 @@ class Router:
     def _begin(self, request_id: str, route: Route, media: Sequence[_Keyed]) -> None:
         engine, identity = route.engine, route.identity
         route.left = route.work.to_first_token + route.work.answer
+        route.sent = self._now
+        engine.note_sent(route)
         engine.backlog += route.left
         engine.num_requests += 1
         engine.most_requests = max(engine.most_requests, engine.num_requests)
@@ -888,6 +934,8 @@ class Router:
             return
         route.answered = True
         engine, work = route.engine, route.work
+        self._now = max(self._now, route.sent + seconds)
+        engine.note_answered(route, self._now)
         done = work.to_first_token
         engine.backlog = max(0.0, engine.backlog - done)
         route.left -= done
@@ -906,6 +954,7 @@ class Router:
         if not named:
             del self._running[request_id]
         engine = route.engine
+        engine.note_answered(route, self._now)
         engine.backlog = max(0.0, engine.backlog - route.left)
         engine.num_requests -= 1
         if not engine.num_requests:
@@ -963,5 +1012,7 @@ class Router:
             mine = [route for route in running if route.engine is engine]
             assert engine.num_requests == len(mine), engine.name
             assert math.isclose(engine.backlog, sum(r.left for r in mine), abs_tol=1e-6)
+            unanswered = [id(route) for route in mine if not route.answered]
+            assert sorted(engine.unanswered) == sorted(unanswered), engine.name
             keys = Counter(key for route in mine for key in route.expected)
             assert engine.expected == keys

@@ -134,12 +134,12 @@ class LargeFleetRouter(Router):
         self.blocks, self.outputs, self.items = BlockIndex(), OutputIndex(), OutputIndex()
 
     def route_among(
-        self, request_id: str, identity: Identity, among: Sequence[EngineState]
+        self, request_id: str, identity: Identity, among: Sequence[EngineState], now: float
     ) -> Route:
         """As `route`, but only these engines are compared."""
         everyone, self.engines = self.engines, {engine.name: engine for engine in among}
         try:
-            return self.route(request_id, identity)
+            return self.route(request_id, identity, now=now)
         finally:
             self.engines = everyone
 
@@ -187,9 +187,10 @@ class PriceRouter:
     def choose(self, request: TraceRequest, number: int) -> tuple[EngineHandle, Any]:
         identity = identity_of(request)
         if len(self._states) > MOST_COMPARED:
-            route = self.router.route_among(str(number), identity, self._likely(identity))
+            among = self._likely(identity)
+            route = self.router.route_among(str(number), identity, among, self._clock.now)
         else:
-            route = self.router.route(str(number), identity)
+            route = self.router.route(str(number), identity, now=self._clock.now)
         self._note_waiting(route.engine)
         return self._engines[route.engine.number], route
 
@@ -222,7 +223,7 @@ class PriceRouter:
         return found
 
     def _note_waiting(self, state: EngineState) -> None:
-        number, seconds = state.number, state.waiting_seconds()
+        number, seconds = state.number, state.queued_seconds()
         before, self._waiting[number] = self._waiting[number], seconds
         if seconds != before:
             ordered = self._idlest_first

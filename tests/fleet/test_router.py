@@ -91,10 +91,12 @@ class Fleet:
             self.router.apply(engine, [load()])
         self.number = 0
 
-    def send(self, what: Identity, without: tuple[str, ...] = ()) -> tuple[str, Route]:
+    def send(
+        self, what: Identity, without: tuple[str, ...] = (), now: float = 0.0
+    ) -> tuple[str, Route]:
         self.number += 1
         name = f"r{self.number}"
-        return name, self.router.route(name, what, without)
+        return name, self.router.route(name, what, without, now=now)
 
     def serve(self, what: Identity, *, block: bytes | None = b"b" * 32) -> Route:
         """Send, and let the engine tell what it computed."""
@@ -455,6 +457,56 @@ def test_a_hot_picture_gets_a_second_engine_when_the_queue_costs_more() -> None:
     used = [fleet.send(identity(chat([picture(b"cat")], f"{n}", "?")))[1] for n in range(24)]
     assert {route.engine.name for route in used} == {"a", "b"}
     assert used[0].engine is used[1].engine
+
+
+LONG = "long " * 800
+"""A beginning of 1,000 tokens by the router's estimate: 1 s."""
+
+
+@pytest.mark.parametrize(("later", "waits"), [(0.0, False), (1.8, True)])
+def test_of_work_that_waits_what_has_been_done_meanwhile_is_not_counted(
+    later: float, waits: bool
+) -> None:
+    fleet = Fleet("a", "b")
+    new = identity(chat(LONG, "yes", "one " * 1800, max_tokens=1))
+    holder = fleet.send(new, now=5.0)[1].engine
+    assert holder.waiting_seconds(5.0 + later) == pytest.approx(holder.backlog - later)
+    # It would be the first request's 2.8 s, less what has passed, or LONG computed again.
+    other = identity(chat(LONG, "yes", "two " * 900, max_tokens=1))
+    second = fleet.send(other, now=5.0 + later)[1]
+    assert (second.engine is holder) == waits
+
+
+def test_an_engine_begins_with_the_next_request_when_the_first_one_is_answered() -> None:
+    fleet = Fleet("a")
+    (engine,) = fleet.router.engines.values()
+    sent = [fleet.send(identity(chat(f"{n} {LONG}", max_tokens=0)))[1] for n in range(3)]
+    each = sent[0].work.to_first_token
+    assert engine.waiting_seconds(0.4) == pytest.approx(3 * each - 0.4, abs=0.01)
+    fleet.router.answered(sent[1], 0.5)
+    assert engine.waiting_seconds(0.6) == pytest.approx(2 * each - 0.6, abs=0.01)
+    fleet.router.answered(sent[0], 0.7)
+    assert engine.waiting_seconds(0.7) == pytest.approx(each, abs=0.01)
+    assert engine.waiting_seconds(0.9) == pytest.approx(each - 0.2, abs=0.01)
+    fleet.router.ended("r3", sent[2], failed=True)
+    assert engine.waiting_seconds(1.0) == pytest.approx(0, abs=0.01)
+
+
+def test_an_engine_that_has_stopped_does_not_look_idle() -> None:
+    """However long ago requests were sent to it, all but the first one count in full."""
+    fleet = Fleet("a", "b")
+    stopped, other = fleet.router.engines.values()
+    used = []
+    for number in range(12):
+        name, route = fleet.send(
+            identity(chat(f"{number} {LONG}", max_tokens=1)), now=60.0 * number
+        )
+        used.append(route.engine)
+        if route.engine is other:
+            fleet.router.answered(route, 1.0)
+            fleet.router.ended(name, route)
+    assert used.count(stopped) <= 2
+    assert stopped.waiting_seconds(1e6) > 0
 
 
 def test_what_was_evicted_or_lost_is_not_counted() -> None:
@@ -899,15 +951,16 @@ class RouterMachine(RuleBasedStateMachine):
         """Name and route of the last request that ended."""
         self.named = 3
 
-    @rule(contents=CONTENTS, session=st.sampled_from([None, "s", "t"]))
-    def send(self, contents: list[Any], session: str | None) -> None:
+    @rule(contents=CONTENTS, session=st.sampled_from([None, "s", "t"]), now=st.floats(0, 10))
+    def send(self, contents: list[Any], session: str | None, now: float) -> None:
         try:
-            name, route = self.fleet.send(identity(chat(*contents), session=session))
+            what = identity(chat(*contents), session=session)
+            name, route = self.fleet.send(what, now=now)
         except NoEngineError:
             assert not any(e.accepts for e in self.fleet.router.engines.values())
             return
         assert route.engine.accepts
-        assert math.isfinite(route.price)
+        assert 0 <= route.price < math.inf
         assert 0 <= route.work.known_tokens <= route.work.num_tokens
         self.running[name] = route
 
