@@ -7,11 +7,12 @@ only some of them in a step, in turn, such that for each tenant
     seconds of the step ≤ sum of all weights / its weight x seconds of a step of its own sequences
 
 which is what it would have alone with its share of the machine. Of these, a tenant that has used
-more time, for its weight, than another one that decodes decodes nothing in this step: who asks for
-less than its share has its tokens as if it were alone. A tenant that is alone in a step is charged
-for all of it, so that its use comes to that of the others, and they share from then on.
+more time, for its weight, than another one that decodes, or that has a prompt which is computed in
+this step, decodes nothing in it: who asks for less than its share has its tokens as if it were
+alone. A tenant that is alone in a step is charged for all of it, so that its use comes to that of
+the others, and they share from then on.
 
-**Prompts.** A step computes no more tokens of prompts than take `SLICE_SECONDS`, so that nobody
+**Prompts.** A step computes no more tokens of prompts than fit `SLICE_SECONDS`, so that nobody
 waits long for a step of another one (`STEP_SECONDS` where one tenant is served, and another one was
 in the last `SHARED_SECONDS`); and none of a tenant that has used more time, for its weight, than
 another one that decodes in this step or has a prompt that can be computed in it. A tenant that
@@ -52,8 +53,14 @@ STALE_TIMES = 2.0
 """Steps of fewer sequences that took so many times as long as those of more were measured while the
 machine was slower."""
 SLICE_SECONDS = 0.003
-"""For tokens of prompts; as long as a step of no sequence where that is longer."""
+"""Of a step with prompts; twice a step of no sequence where that is longer."""
 MIN_SLICE_TOKENS = 32
+LEAST_SLICE_TOKENS = 16
+"""Where all that wait have used more than a tenant that was served a moment ago, and may be back
+before the step has ended."""
+FEW_TOKENS = 8
+"""A step with so few tokens of prompts takes about as long as one that decodes as many sequences
+more. Beside prompts of others, such steps may be all that tells what a step takes."""
 FIRST_SLICE_TOKENS = 128
 """As long as it is not known how long tokens take."""
 SHARED_SECONDS = 60.0
@@ -199,13 +206,17 @@ class DecodeShares:
         """When the last step was chosen for."""
         self._done_at = 0.0
         self._untimed: dict[int, _DoneStep] = {}
+        self.set_aside: list[Sequence] = []
+        """Decodes that the next step computes only if it computes no prompt of a tenant that has
+        used less (`despite`)."""
 
     def choose(self, decodes: list[Sequence]) -> list[Sequence]:
         """Of `decodes`, in their order, those that the next step computes: all where one tenant is
-        served."""
+        served; but for those that it has `set_aside`."""
         self.planned_at = self._state.clock()
         self.measures = not self._is_one_tenant
         self.behind = NOBODY
+        self.set_aside = []
         if not self.measures:
             self._note_alone()
             return decodes
@@ -249,8 +260,11 @@ class DecodeShares:
             return None
         if not cost:
             return FIRST_SLICE_TOKENS
-        seconds = SLICE_SECONDS if self.measures else STEP_SECONDS
-        return max(MIN_SLICE_TOKENS, int(max(seconds, self._times.fixed) / cost))
+        seconds, fixed = SLICE_SECONDS if self.measures else STEP_SECONDS, self._times.fixed
+        least = MIN_SLICE_TOKENS
+        if self.measures and self._working <= self._behind(self._served):
+            least = LEAST_SLICE_TOKENS
+        return max(least, int(max(seconds - fixed, fixed) / cost))
 
     def note_no_decodes(self) -> None:
         """Nothing decodes after all: nobody's prompts wait for that."""
@@ -270,19 +284,35 @@ class DecodeShares:
         if not limits:
             return decodes
         chosen = set(decodes)
-        behind = NOBODY
+        behind = behind_prompts = NOBODY
         if self._cuts_prompts:  # else its prompts would go on being charged
             behind = self._behind(s.request.tenant for s in decodes)
+            if self._times.prompt_token:
+                behind_prompts = self._behind(self._working)
         for tenant, limit in limits.items():
             if tenant in behind:
                 limit = 0
             own = [s for s in decodes if s.request.tenant == tenant]
             own.sort(key=lambda s: s.decode_turn)
+            if tenant in behind_prompts:
+                self.set_aside += own[:limit]
+                limit = 0
             chosen.difference_update(own[limit:])
-            for sequence in own[:limit]:
-                self._num_turns += 1
-                sequence.decode_turn = self._num_turns
+            self._take_turns(own[:limit])
         return [sequence for sequence in decodes if sequence in chosen]
+
+    def _take_turns(self, decodes: Iterable[Sequence]) -> None:
+        for sequence in decodes:
+            self._num_turns += 1
+            sequence.decode_turn = self._num_turns
+
+    def despite(self, prompts: Iterable[str]) -> list[Sequence]:
+        """Of the decodes that were `set_aside` those that the step computes after all: it has
+        prompts of these tenants, none of which has used less."""
+        behind = self._behind(prompts)
+        decodes = [s for s in self.set_aside if s.request.tenant not in behind]
+        self._take_turns(decodes)
+        return decodes
 
     def note_done(
         self,
@@ -334,8 +364,8 @@ class DecodeShares:
                 self._charge_encodes(done.encode_owners, max(0.0, seconds - known))
         elif done.num_tokens >= MIN_SLICE_TOKENS:
             self._times.note_prompt(done.num_tokens, done.num_decodes, seconds)
-        elif done.measured and done.num_decodes and not done.num_tokens:
-            self._times.note(done.num_decodes, seconds)
+        elif done.measured and done.num_tokens <= FEW_TOKENS:
+            self._times.note(done.num_decodes + done.num_tokens, seconds)
 
     def _charge(self, plan: StepPlan) -> None:
         """Each tenant with what its part of the step costs by itself; one that is alone in a step
@@ -346,19 +376,22 @@ class DecodeShares:
         num_decodes = sum(chunk.num_tokens == 1 for chunk in plan.scheduled)
         shared = self._times.fixed if len(tenants) > 1 else 0.0
         each = (self._times.seconds(num_decodes) - shared) / max(1, num_decodes)
+        if len(tenants) == 1 and not num_decodes:
+            self._use(tenants.pop(), self._times.fixed)
         for chunk, sequence in known:
-            if sequence is None or (served := self._served.get(sequence.request.tenant)) is None:
-                continue
-            cost = each if chunk.num_tokens == 1 else self._times.prompt_token * chunk.num_tokens
-            served.used += cost / served.weight
+            if sequence is not None:
+                prompt = self._times.prompt_token * chunk.num_tokens
+                self._use(sequence.request.tenant, each if chunk.num_tokens == 1 else prompt)
 
     def _charge_encodes(self, owners: EncodeOwners, seconds: float) -> None:
         """Each tenant with its part of the items."""
         total = sum(len(indices) for _, indices in owners)
         for request, indices in owners:
-            served = self._served.get(request.tenant)
-            if served is not None:
-                served.used += seconds * len(indices) / total / served.weight
+            self._use(request.tenant, seconds * len(indices) / total)
+
+    def _use(self, tenant: str, seconds: float) -> None:
+        if (served := self._served.get(tenant)) is not None:
+            served.used += seconds / served.weight
 
     @property
     def _is_one_tenant(self) -> bool:

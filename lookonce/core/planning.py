@@ -174,15 +174,14 @@ class Planner:
         if (most := shares.prompt_tokens) is not None:
             tokens = min(tokens, len(decodes) + most)
         step = StepPass(self.step_id + 1, tokens, self._max_encoder_rows)
-        if decodes:
-            self._grow_decodes(decodes)
+        if decodes or shares.set_aside:
+            self._grow_decodes([*decodes, *shares.set_aside])
         first = self._plan_first(step) if fairness.starved else None
         needy = None
         if first is None and self._queues.waiting:
             needy = self._make_way()
-        if decodes:
-            self._plan_decodes(decodes, step)
-        if shares.behind and not step.scheduled:
+        num_decodes = self._plan_decodes(decodes, step) if decodes else 0
+        if shares.behind and not (step.scheduled or shares.set_aside):
             shares.note_no_decodes()
         if needy is not None and step.tokens > 0 and self._try_admit(needy, step):
             first = needy
@@ -197,6 +196,8 @@ class Planner:
             self._was_stalled = step.stalled
             if self._prefetcher is not None and not step.stalled and step.encoder.left > 0:
                 self._prefetcher.plan(step)
+        if shares.set_aside:
+            self._plan_set_aside(step, step.scheduled[num_decodes:])
         if step.starved or fairness.starved:
             fairness.note_starved(step.starved, ended)
         return step
@@ -257,8 +258,9 @@ class Planner:
                 return sequence
         return None
 
-    def _plan_decodes(self, decodes: list[Sequence], step: StepPass) -> None:
-        """Decodes are listed first in the plan, also where a starved sequence was planned first."""
+    def _plan_decodes(self, decodes: list[Sequence], step: StepPass) -> int:
+        """Decodes are listed first in the plan, also where a starved sequence was planned first.
+        Returns how many."""
         scheduled, decoding, prefilling = [], SequenceState.DECODING, SequenceState.PREFILLING
         for sequence in decodes[: step.tokens]:
             if sequence.state is decoding or sequence.state is prefilling:
@@ -272,6 +274,16 @@ class Planner:
             scheduled = [self._with_snapshots(each, snapshots) for each in scheduled]
         step.scheduled[:0] = scheduled
         step.tokens -= len(scheduled)
+        return len(scheduled)
+
+    def _plan_set_aside(self, step: StepPass, prompts: list[ScheduledSequence]) -> None:
+        """Plan decodes that were to wait for prompts, beside which they need not wait."""
+        sequences = self._queues.sequences
+        tenants = {sequences[chunk.seq_id].request.tenant for chunk in prompts}
+        decodes = self.decode_shares.despite(tenants)
+        num_tokens = sum(chunk.num_tokens for chunk in step.scheduled)
+        step.tokens = min(len(decodes), self._max_tokens - num_tokens)
+        self._plan_decodes(decodes, step)
 
     def _with_snapshots(
         self, decode: ScheduledSequence, snapshots: SnapshotPlanner

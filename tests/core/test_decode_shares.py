@@ -199,6 +199,62 @@ def test_who_asks_for_little_decodes_alone_and_who_asks_for_much_does_not() -> N
     assert seconds <= CREDIT_SECONDS + (len(alone) - sum(alone)) * COSTS.decode * MANY
 
 
+def test_answers_wait_for_a_short_prompt_of_who_asks_for_little() -> None:
+    engine = TimedEngine()
+    busy(engine)
+    engine.add(answering("one", "first", 10))  # what steps take is measured
+    engine.seconds_to_end("first")
+    for number in range(10):
+        engine.run_for(LINGER_SECONDS / 10)
+        assert engine.rows(0, MANY)
+        engine.add(prompt("one", f"o{number}", 20))
+        num_plans = len(engine.plans)
+        engine.seconds_to_end(f"o{number}")
+        assert len(engine.plans) == num_plans + 1
+        assert not engine.rows(0, MANY)
+    engine.run()
+    assert all(len(engine.tokens["many", index]) == NUM_TOKENS for index in range(MANY))
+
+
+def test_answers_share_the_time_with_short_prompts_without_end() -> None:
+    """Of each such prompt a step's fixed time is the larger part."""
+    engine = TimedEngine()
+    engine.add(answering("many", "many", 400, n=MANY))
+    engine.run_for(0.2)
+    engine.add(answering("one", "first", 10))
+    engine.seconds_to_end("first")
+    engine.add(prompt("one", "long", 60))  # what its tokens take is measured
+    engine.seconds_to_end("long")
+    began, theirs = engine.now, 0.0
+    for number in range(300):
+        engine.add(prompt("one", f"o{number}", 3))
+        before = engine.now
+        engine.step()
+        if engine.rows(0, MANY):
+            theirs += engine.now - before
+    assert theirs >= 0.4 * (engine.now - began - CREDIT_SECONDS)
+
+
+def test_answers_go_on_beside_a_prompt_that_cannot_be_computed() -> None:
+    """It waits for KV blocks that the answers hold."""
+    engine = TimedEngine(limits=replace(LIMITS, num_blocks=40))
+    engine.add(answering("many", "many", 20, n=MANY))
+    engine.run_for(0.05)
+    engine.add(answering("one", "first", 2))
+    engine.seconds_to_end("first")
+    engine.add(prompt("one", "measured", 20))
+    engine.seconds_to_end("measured")
+    engine.add(prompt("one", "large", 120))
+    num_waited = 0
+    engine.step()
+    while not engine.rows(MANY + 2, MANY + 3):
+        assert engine.rows(0, MANY)
+        engine.step()
+        num_waited += 1
+    assert num_waited > 3
+    engine.run()
+
+
 def test_answers_go_on_beside_prompts_of_their_tenant_that_nothing_holds_back() -> None:
     """Of models whose prompts are never cut, whatever a tenant has used."""
     model = model_info(unsplittable=("image",))
