@@ -96,6 +96,11 @@ UNREAD_BODY_BYTES = 128 * 1024
 time. What a body has beyond so many is read in turns: were the beginnings of all large bodies read
 in one turn of the loop, everybody else would wait for all of them. To stop and go on costs as much
 as to read 64 kB."""
+READ_REST_SECONDS = 0.001
+"""Between two reads of large bodies while other addresses ask: what is read takes a third of that,
+with what the kernel does for it. 200 MB a second are left."""
+OTHERS_SECONDS = 2.0
+"""An address that asked so long ago may still ask; to the second, as `Connections.now`."""
 WRITE_NOW = "lookonce.write_now"
 """ASGI extension: its `write` writes a chunk of a streamed answer at once, without a task."""
 CHUNK_OVERHEAD = 32
@@ -488,6 +493,8 @@ class HttpProtocol(HttpToolsProtocol):
         else:
             self.phase = "serving"
             self._deadline = math.inf
+            if self._num_body_bytes <= UNREAD_BODY_BYTES:
+                self._table.note_asked(self.address)
 
     def on_response_complete(self) -> None:
         """As uvicorn's, whose timer for idle connections `Connections.sweep` replaces."""
@@ -706,8 +713,10 @@ class Connections:
     What is dropped is read in turns by address, `DROPPED_BYTES_PER_SECOND` in all: who sends
     without end what is refused would else have more of the event loop than those who are served.
     So is what large bodies have beyond `UNREAD_BODY_BYTES`, one read in each turn of the event
-    loop: whoever asks something small waits in each of its turns for no more than one. Bodies of
-    very many chunks are read as what is dropped is: each chunk costs as much as many bytes.
+    loop: whoever asks something small waits in each of its turns for no more than one. While other
+    addresses ask, the loop rests between two such reads (`READ_REST_SECONDS`): a small request
+    takes many turns. Bodies of very many chunks are read as what is dropped is: each chunk costs as
+    much as many bytes.
     """
 
     def __init__(
@@ -736,6 +745,9 @@ class Connections:
         """Those that wait to read what is dropped, and the next part of a large body."""
         self._drop_turn: asyncio.TimerHandle | None = None
         self._read_turn: asyncio.Handle | None = None
+        self._last_asked: list[tuple[str | None, float]] = []
+        """The last two addresses that sent a whole request that is not large, and when, the latest
+        first."""
         self._num_dropped = 0
         """Bytes, since the last turn."""
         self._unread: dict[Unread, int] = {}
@@ -788,6 +800,18 @@ class Connections:
         if connection is not None:
             connection.read_once()
 
+    def note_asked(self, address: str | None) -> None:
+        """A request that is not large has come."""
+        last = self._last_asked
+        if last and last[0][0] == address:
+            last[0] = address, self.now
+        else:
+            self._last_asked = [(address, self.now), *last[:1]]
+
+    def _others_ask(self, address: str | None) -> bool:
+        since = self.now - OTHERS_SECONDS
+        return any(other != address and when > since for other, when in self._last_asked)
+
     def wait_to_read(self, connection: HttpProtocol) -> None:
         """Call its `read_once` once its turn has come, unless it is removed before."""
         self._reading.add(connection)
@@ -797,10 +821,14 @@ class Connections:
     def _give_read_turn(self) -> None:
         self._read_turn = None
         connection = self._reading.take()
-        if self._reading:
-            self._read_turn = asyncio.get_running_loop().call_soon(self._give_read_turn)
-        if connection is not None:
-            connection.read_once()
+        if connection is None:
+            return
+        loop = asyncio.get_running_loop()
+        if self._others_ask(connection.address):  # who comes meanwhile rests, too
+            self._read_turn = loop.call_later(READ_REST_SECONDS, self._give_read_turn)
+        elif self._reading:
+            self._read_turn = loop.call_soon(self._give_read_turn)
+        connection.read_once()
 
     def hold_unread(self, connection: Unread) -> None:
         """Its client does not read: what was written to it counts for `max_unread_bytes`."""

@@ -10,6 +10,7 @@ import socket
 import struct
 import time
 from contextlib import ExitStack
+from itertools import pairwise
 
 import pytest
 import uvloop
@@ -21,6 +22,7 @@ from lookonce.server.http.connections import (
     FEW_CHUNKS,
     FEW_CONNECTIONS,
     OPENED_PER_TURN,
+    READ_REST_SECONDS,
     UNREAD_BODY_BYTES,
     Acceptor,
     Connections,
@@ -954,6 +956,7 @@ class Endless(Wire):
         super().__init__()
         self.num_reads = 0
         self.reads = True
+        self.on_read = lambda: None
 
     def pause_reading(self):
         self.reads = False
@@ -966,6 +969,7 @@ class Endless(Wire):
         """As long as nobody objects."""
         if self.reads and not self.is_closing():
             self.num_reads += 1
+            self.on_read()
             self.protocol.data_received(b"a" * 1000)
             asyncio.get_running_loop().call_soon(self.read)
 
@@ -1034,6 +1038,33 @@ def test_large_bodies_are_read_once_in_each_turn_of_the_event_loop():
         reads = [w.num_reads - read for w, read in zip((*many, one), before, strict=True)]
         assert turns / 4 <= sum(reads) <= turns + 1
         assert reads[-1] >= max(reads[:-1])
+
+    on_connections(scenario)
+
+
+def test_between_reads_of_large_bodies_the_loop_rests_while_others_ask():
+    """Whoever is alone, and the others once nobody asks any more, need not wait."""
+
+    async def scenario(running):
+        running.app, times = Bodies(), []
+        begun = b"a" * (UNREAD_BODY_BYTES + 1)
+        large = [endless(running, "large", upload(b"/large") + begun)[1] for _ in range(3)]
+        for wire in large:
+            wire.on_read = lambda: times.append(asyncio.get_running_loop().time())
+        await settle()
+        for address, rests in (("large", False), ("other", True)):
+            protocol, wire = running.connect(address)
+            protocol.data_received(POST + b"a" * 100_000)
+            await until(lambda wire=wire: b"200 OK" in wire.written)
+            times.clear()
+            await until(lambda: len(times) >= 50)
+            shortest = min(after - before for before, after in pairwise(times))
+            assert (shortest > READ_REST_SECONDS / 2) == rests
+        running.pass_seconds(3)
+        await settle()
+        times.clear()
+        await until(lambda: len(times) >= 50)
+        assert min(after - before for before, after in pairwise(times)) < READ_REST_SECONDS / 2
 
     on_connections(scenario)
 
