@@ -12,7 +12,9 @@
 p99 is the nearest rank: of 200 samples the third slowest, so that one moment in which the machine
 did something else is not the figure; of fewer than 100 it is the slowest one and says little.
 Alone, server and client have one half of the cores (of two: one core, on which all processes take
-turns), and the same requests are asked, as many of them.
+turns), and the same requests are asked. This is measured before each attack, on a server of its
+own, and p99 is that of all these requests: of one such measurement it differs from run to run by
+twice, as the slowest requests of a few seconds are the machine's own.
 
 The attack "none" is the whole machine with nobody else: its ratio is what the others are to be
 compared with. What of it is the machine's own is noted: how long two processes take that answer
@@ -24,9 +26,10 @@ after another, once every thread of the attack has begun. Memory is that of a se
 `--cost` measures what sharing costs instead: the tokens that the attacker is generated, with nobody
 else and beside the other tenant, who asks as above.
 
-The attackers are a process of low priority, so that their own CPU time, which other machines would
-spend, is not the server's. With `--before FOLDER` the code of another checkout is attacked in turn
-with this one.
+The attackers stand in for other machines: their process runs where nobody else would (on Linux it
+has the policy SCHED_IDLE, which, unlike a low priority, makes nobody wait for the end of a slice of
+its time), so that their own CPU time is not the server's. With `--before FOLDER` the code of
+another checkout is attacked in turn with this one.
 """
 
 from __future__ import annotations
@@ -109,6 +112,24 @@ class Latencies:
     def p99(self, kind: str) -> float:
         ordered = sorted(self.seconds[kind])
         return ordered[math.ceil(0.99 * len(ordered)) - 1]
+
+    def add(self, other: Latencies) -> None:
+        for kind in KINDS:
+            self.seconds[kind] += other.seconds[kind]
+        self.wrong += other.wrong
+
+
+@dataclass(frozen=True)
+class Attacked:
+    """One measurement. `waited` and `attempts`: each second."""
+
+    name: str
+    code: str
+    seen: Latencies
+    attempts: float
+    waited: float
+    memory: dict[str, float]
+    """After the attack over before."""
 
 
 # --- the tenant that is measured ------------------------------------------------------------------
@@ -285,7 +306,7 @@ _PICTURES: dict[str, bytes] = {}
 def _attack(name: str, url: str, begun: Semaphore, attempts: MutableSequence[int]) -> None:
     """In a process of its own, until it is killed. Each thread releases `begun` once, and counts
     its attempts in its place of `attempts`."""
-    os.nice(19)
+    run_where_nobody_else_would()
     large = large_picture()
     _PICTURES.update(large=large, bomb=scan_bomb(large))
     attempt, threads = ATTACKS[name]
@@ -301,6 +322,13 @@ def _attack(name: str, url: str, begun: Semaphore, attempts: MutableSequence[int
 
     for number in range(threads):
         threading.Thread(target=go_on, args=(number,)).start()
+
+
+def run_where_nobody_else_would() -> None:
+    if hasattr(os, "SCHED_IDLE"):
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    else:
+        os.nice(19)
 
 
 @contextmanager
@@ -383,30 +411,37 @@ def settled_memory(server: RunningServer) -> dict[str, int]:
     return now
 
 
-def measure(
-    checkout: Path | None, names: Sequence[str], rounds: int, alone: Latencies, report: Report
-) -> None:
-    """One row for each attack and kind of request."""
-    which = "this" if checkout is None else "before"
-    for name in names:
-        with server_of(checkout) as server:
-            other = Other(server.url)
-            other.ask(5)
-            before = settled_memory(server)
-            with attacked(name, server.url) as attempts:
-                waited, tried, began = waiting(server), attempts(), time.monotonic()
-                seen = other.ask(rounds, LEAST_SECONDS)
-                seconds = time.monotonic() - began
-                waited, tried = (waiting(server) - waited) / seconds, attempts() - tried
-            wait_until_at_rest(server)
-            after = settled_memory(server)
-        for kind in KINDS:
-            p99 = seen.p99(kind)
-            report.add(
-                name, which, kind, 1000 * alone.p99(kind), 1000 * p99, p99 / alone.p99(kind),
-                len(seen.seconds[kind]), seen.wrong, tried / seconds, waited,
-                after["API"] / before["API"], after["engine"] / before["engine"],
-            )  # fmt: skip
+def measure(checkout: Path | None, name: str, rounds: int) -> Attacked:
+    with server_of(checkout) as server:
+        other = Other(server.url)
+        other.ask(5)
+        before = settled_memory(server)
+        with attacked(name, server.url) as attempts:
+            waited, tried, began = waiting(server), attempts(), time.monotonic()
+            seen = other.ask(rounds, LEAST_SECONDS)
+            seconds = time.monotonic() - began
+            waited, tried = (waiting(server) - waited) / seconds, attempts() - tried
+        wait_until_at_rest(server)
+        after = settled_memory(server)
+    return Attacked(
+        name,
+        "this" if checkout is None else "before",
+        seen,
+        attempts=tried / seconds,
+        waited=waited,
+        memory={kind: after[kind] / before[kind] for kind in PROCESSES},
+    )
+
+
+def add_rows(report: Report, found: Attacked, alone: Latencies) -> None:
+    """One for each kind of request."""
+    for kind in KINDS:
+        p99 = found.seen.p99(kind)
+        report.add(
+            found.name, found.code, kind, 1000 * alone.p99(kind), 1000 * p99,
+            p99 / alone.p99(kind), len(found.seen.seconds[kind]), found.seen.wrong,
+            found.attempts, found.waited, found.memory["API"], found.memory["engine"],
+        )  # fmt: skip
 
 
 def half_of_cores() -> set[int]:
@@ -528,17 +563,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "attack", "code", "asked", "alone ms", "attacked ms", "ratio", "samples",
         "errors", "attempts/s", "waited", "API memory", "engine memory",
     )  # fmt: skip
-    report = Report("fairness", columns)
-    alone = measured_alone(given.rounds)
-    samples = min(len(seconds) for seconds in alone.seconds.values())
-    report.notes.append(f"p99; alone: {samples} requests of each kind, with half of the cores")
     with on_cores(half_of_cores()):
-        report.notes.append(f"two processes on half of the cores: {exchanges()}")
-    report.notes.append(f"two processes on all cores: {exchanges()}")
+        notes = [f"two processes on half of the cores: {exchanges()}"]
+    notes.append(f"two processes on all cores: {exchanges()}")
+    alone, measured = Latencies(), list[Attacked]()
     for name in given.attack or (NOBODY, *ATTACKS):
+        alone.add(measured_alone(given.rounds))
         if given.before is not None:
-            measure(given.before, [name], given.rounds, alone, report)
-        measure(None, [name], given.rounds, alone, report)
+            measured.append(measure(given.before, name, given.rounds))
+        measured.append(measure(None, name, given.rounds))
+        samples = min(len(seconds) for seconds in alone.seconds.values())
+        asked = f"p99; alone: {samples} requests of each kind, with half of the cores"
+        report = Report("fairness", columns, notes=[asked, *notes])
+        for found in measured:
+            add_rows(report, found, alone)
         write_json(given.json, [report])  # what there is, should it be ended before
     publish([report], given.json)
 
