@@ -510,9 +510,8 @@ def _stop_computing(*routes: Route) -> None:
     for route in routes:
         number = route.engine.number
         for node in route.nodes:
-            node.computing[number] -= 1
-            if not node.computing[number]:
-                del node.computing[number]
+            if left := node.computing.pop(number) - 1:
+                node.computing[number] = left
         route.nodes = ()
 
 
@@ -884,6 +883,8 @@ class Router:
                     continue
                 known[number] = at + 1
                 unknown.discard(number)
+            if not node.computing:
+                continue
             for number in unknown & node.computing.keys():
                 known[number] = at + 1
                 unknown.discard(number)

@@ -579,8 +579,12 @@ def test_engines_tell_of_their_own_prompts_of_one_id() -> None:
         for route in routes:
             fleet.router.apply(route.engine, [load()])
     for prompt, route in zip(prompts, routes, strict=True):
-        again = fleet.send(prompt)[1]
+        name, again = fleet.send(prompt)
         assert (again.engine, again.reason) == (route.engine, "known")
+        fleet.router.ended(name, again)
+        gone = Gone(KV, [short(b"b" * 32)])
+        fleet.router.apply(route.engine, [load(), load(), gone])
+        assert fleet.send(prompt)[1].work.known_tokens < 10
 
 
 def test_a_prompt_whose_end_was_evicted_is_known_up_to_there() -> None:
