@@ -365,7 +365,9 @@ class DecodeShares:
         elif done.num_tokens >= MIN_SLICE_TOKENS:
             self._times.note_prompt(done.num_tokens, done.num_decodes, seconds)
         elif done.measured and done.num_tokens <= FEW_TOKENS:
-            self._times.note(done.num_decodes + done.num_tokens, seconds)
+            num_computed = done.num_decodes + done.num_tokens
+            if num_computed:  # else the step only told the runner what ended
+                self._times.note(num_computed, seconds)
 
     def _charge(self, plan: StepPlan) -> None:
         """Each tenant with what its part of the step costs by itself; one that is alone in a step

@@ -84,6 +84,16 @@ def test_a_tenant_with_one_sequence_waits_twice_as_long_for_each_token_at_most()
     assert all(len(beside.tokens["many", index]) == NUM_TOKENS for index in range(MANY))
 
 
+def test_a_step_that_only_tells_what_ended_measures_nothing() -> None:
+    engine = TimedEngine()
+    for number in range(2):  # nothing else was measured before
+        for tenant in ("one", "other"):
+            engine.add(answering(tenant, f"{tenant}{number}", 1 + 3 * number))
+        engine.run()
+    assert any(plan.finished and not plan.scheduled for plan in engine.plans)
+    assert len(engine.tokens["one1", 0]) == 4
+
+
 def test_long_prompts_of_another_tenant_delay_an_answer_by_their_share() -> None:
     alone, beside = TimedEngine(), TimedEngine()
     for number in range(20):
