@@ -72,7 +72,8 @@ class FollowedEvents(StepEvents):
         earlier: tuple[tuple[bytes, int], ...],
     ) -> None:
         name, blocks = client_request_id(request_id), list(earlier) or None
-        self._requests.append(PromptComputed(name, num_tokens, list(items), block_hash, blocks))
+        told = PromptComputed(name, num_tokens, list(items), block_hash, blocks)
+        self._requests.append(told)  # type: ignore[arg-type]
 
     def flush(self) -> None:
         changes: list[Change] = []

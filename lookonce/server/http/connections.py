@@ -838,9 +838,9 @@ class Connections:
         if self._num_unread > self.limits.max_unread_bytes and self._unread_turn is None:
             self._unread_turn = asyncio.get_running_loop().call_soon(self._shorten_unread)
 
-    def release_unread(self, connection: Unread) -> None:
-        """It is read again, or is closed."""
-        self._num_unread -= self._unread.pop(connection, 0)
+    def release_unread(self, connection: object) -> None:
+        """It is read again, or is closed; or was read all the time."""
+        self._num_unread -= self._unread.pop(cast(Unread, connection), 0)
 
     def _shorten_unread(self) -> None:
         """Where more is unread than may be, close those that have most of it until a quarter of the
@@ -878,8 +878,7 @@ class Connections:
                 del self._by_address[connection.address]
             if isinstance(connection, HttpProtocol):
                 self.leave_turns(connection)
-            if connection in self._unread:
-                self.release_unread(cast(Unread, connection))
+            self.release_unread(connection)
             self.on_room()
 
     def replace(self, old: Connection, new: Connection) -> None:
@@ -888,8 +887,7 @@ class Connections:
         if old in held:
             del held[old]
             held[new] = None
-        if old in self._unread:
-            self.release_unread(cast(Unread, old))
+        self.release_unread(old)
 
     def evict_one(self) -> bool:
         """Close the connection that has least to show for its place.
