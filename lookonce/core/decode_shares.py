@@ -306,6 +306,11 @@ class DecodeShares:
             self._num_turns += 1
             sequence.decode_turn = self._num_turns
 
+    def drop_preempted(self) -> None:
+        """Of the decodes that were `set_aside` keep those that have their blocks: the others may be
+        admitted again in this step, and have their prompts computed in it."""
+        self.set_aside = [sequence for sequence in self.set_aside if sequence.block_ids]
+
     def despite(self, prompts: Iterable[str]) -> list[Sequence]:
         """Of the decodes that were `set_aside` those that the step computes after all: it has
         prompts of these tenants, none of which has used less."""

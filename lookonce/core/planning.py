@@ -180,6 +180,8 @@ class Planner:
         needy = None
         if first is None and self._queues.waiting:
             needy = self._make_way()
+        if shares.set_aside:
+            shares.drop_preempted()
         num_decodes = self._plan_decodes(decodes, step) if decodes else 0
         if shares.behind and not (step.scheduled or shares.set_aside):
             shares.note_no_decodes()

@@ -48,9 +48,9 @@ from lookonce.types.request import (
 from lookonce.types.step import StepPlan, StepResult
 
 MAX_ITEMS_TOLD = 1000
-MAX_BLOCKS_TOLD = 16
-"""Of a computed prompt; a cache that is full gives up its last ones first."""
 """Of a prompt, in the event that it was computed."""
+MAX_BLOCKS_TOLD = 16
+"""The same of its blocks before the last; a cache that is full gives up its last ones first."""
 MAX_SHARES = 4
 """How many tenants may have as many requests waiting as one tenant may."""
 

@@ -91,6 +91,6 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True):
     address: str | None = None
     """Of a Ray cluster; None: one on this machine, started here."""
     drain_timeout: float = 30.0
+    """Seconds that requests have to end where an engine or a front-end is removed."""
     forwarded_allow_ips: tuple[str, ...] = ()
     """Proxies before the front-ends whose `X-Forwarded-For` tells the client."""
-    """Seconds that requests have to end where an engine or a front-end is removed."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from random import Random
 from zlib import crc32
 
 import msgspec
@@ -209,6 +210,7 @@ def test_who_asks_for_little_decodes_alone_and_who_asks_for_much_does_not() -> N
     assert seconds <= CREDIT_SECONDS + (len(alone) - sum(alone)) * COSTS.decode * MANY
 
 
+@COUNTS_STEPS
 def test_answers_wait_for_a_short_prompt_of_who_asks_for_little() -> None:
     engine = TimedEngine()
     busy(engine)
@@ -245,6 +247,7 @@ def test_answers_share_the_time_with_short_prompts_without_end() -> None:
     assert theirs >= 0.4 * (engine.now - began - CREDIT_SECONDS)
 
 
+@COUNTS_STEPS
 def test_answers_go_on_beside_a_prompt_that_cannot_be_computed() -> None:
     """It waits for KV blocks that the answers hold."""
     engine = TimedEngine(limits=replace(LIMITS, num_blocks=40))
@@ -262,6 +265,39 @@ def test_answers_go_on_beside_a_prompt_that_cannot_be_computed() -> None:
         engine.step()
         num_waited += 1
     assert num_waited > 3
+    engine.run()
+
+
+@pytest.mark.parametrize("seed", range(190, 210))
+def test_requests_of_three_tenants_beside_each_other_break_no_rule(seed: int) -> None:
+    """The runner objects to plans that are wrong, as one that has a sequence twice: an answer that
+    was set aside, then preempted, and admitted again."""
+    random = Random(seed)
+    limits = replace(
+        LIMITS,
+        num_blocks=random.choice([12, 20, 30, 60]),
+        max_num_batched_tokens=random.choice([16, 64]),
+        max_num_seqs=random.choice([4, 10, 40]),
+    )
+    costs = StepCosts(
+        fixed=random.choice([0, 0.001, 0.0001]),
+        decode=random.choice([0, 0.0005, 0.002]),
+        token=random.choice([0.00002, 0.0002]),
+    )
+    engine = Engine(limits, costs, overlapped=random.random() < 0.5)
+    for number in range(250):
+        if random.random() < 0.2:
+            tenant = random.choice("abc")
+            name = f"{tenant}{number}"
+            if random.random() < 0.5:
+                num_tokens, n = random.randint(1, 30), random.choice([1, 1, 2, 6])
+                engine.add(answering(tenant, name, num_tokens, n=n))
+            else:
+                engine.add(prompt(tenant, name, random.randint(2, 40)))
+        if engine.has_work:
+            engine.step()
+        else:
+            engine.now += random.choice([0.001, 0.1, 1])
     engine.run()
 
 
