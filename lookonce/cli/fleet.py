@@ -25,7 +25,7 @@ from lookonce.types.logs import configure_logging, tell
 OPTION_KINDS = get_type_hints(Options)
 FLEET_KEYS = (
     *("host", "port", "frontends", "frontend_resources", "api_key_file", "address"),
-    *("drain_timeout", "forwarded_allow_ips"),
+    *("drain_timeout", "forwarded_allow_ips", "log_format", "log_level"),
     "models",
 )
 GROUP_KEYS = (
@@ -86,14 +86,7 @@ def fleet_of(where: str, content: dict[str, Any], overrides: dict[str, Any]) -> 
             raise ConfigError(f"{where}: target_wait of {group.name} is above 0")
     if config.frontends < 1:
         raise ConfigError(f"{where}: frontends is at least 1")
-    resolve(
-        Options(
-            host=config.host,
-            port=config.port,
-            api_key_file=config.api_key_file,
-            forwarded_allow_ips=config.forwarded_allow_ips,
-        )
-    )
+    resolve(config.frontend_options())
     return config
 
 
@@ -226,7 +219,7 @@ def run_fleet(path: str | None, overrides: dict[str, Any]) -> int:
             raise ConfigError(
                 f"a fleet needs {module}, which is not installed: pip install 'lookonce[fleet]'"
             )
-    configure_logging("fleet", resolve(Options()).logs)
+    configure_logging("fleet", resolve(config.frontend_options()).logs)
     from lookonce.fleet.deploy import RunningFleet
 
     asked = threading.Event()

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from lookonce.config import ConnectionConfig
+from lookonce.config import ConnectionConfig, Options
 
 
 class RenderedModel(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,3 +94,17 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds that requests have to end where an engine or a front-end is removed."""
     forwarded_allow_ips: tuple[str, ...] = ()
     """Proxies before the front-ends whose `X-Forwarded-For` tells the client."""
+    log_format: str = "text"
+    log_level: str = "info"
+    """Of the front-ends' lines; engines have options of their own."""
+
+    def frontend_options(self) -> Options:
+        """Of `lookonce serve`, as far as a front-end has them."""
+        return Options(
+            host=self.host,
+            port=self.port,
+            api_key_file=self.api_key_file,
+            forwarded_allow_ips=self.forwarded_allow_ips,
+            log_format=self.log_format,
+            log_level=self.log_level,
+        )

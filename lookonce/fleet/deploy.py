@@ -45,7 +45,7 @@ from ray.serve.config import (
 from ray.serve.request_router import FIFOMixin, RequestRouter
 
 from lookonce import __version__
-from lookonce.config import Options, resolve
+from lookonce.config import resolve
 from lookonce.fleet import replicas
 from lookonce.fleet.config import (
     EngineGroup,
@@ -284,13 +284,7 @@ class FrontendReplica:
 
     async def _serve(self) -> None:
         config = self._config
-        options = Options(
-            host=config.host,
-            port=config.port,
-            api_key_file=config.api_key_file,
-            forwarded_allow_ips=config.forwarded_allow_ips,
-        )
-        resolved = resolve(options)
+        resolved = resolve(config.frontend_options())
         configure_logging("frontend", resolved.logs)
         server_config = resolved.server
         fleet = Fleet(Router(), EngineKeys(config.api_key_file))

@@ -459,13 +459,21 @@ class Frontend:
             await exchange.answer(*held)
 
     async def _ask_all(self, exchange: _Exchange) -> list[EngineAnswerParts]:
-        """The answers of all engines that take requests, without those that were lost."""
-        answers: list[EngineAnswerParts] = []
-        for member in self._fleet.ready():
+        """The answers of all engines that take requests, without those that were lost. They are
+        asked side by side: where one hangs, the others have what they are told at once."""
+
+        async def asked(member: Member) -> EngineAnswerParts | None:
             with contextlib.suppress(EngineLostError):
                 async with exchange.asking(member, exchange.request_id) as answer:
-                    answers.append((answer.status, answer.headers, await answer.body()))
-        return answers
+                    return answer.status, answer.headers, await answer.body()
+            return None
+
+        members = self._fleet.ready()
+        found = await asyncio.gather(*map(asked, members), return_exceptions=True)
+        for each in found:
+            if isinstance(each, BaseException):
+                raise each
+        return [each for each in found if each is not None and not isinstance(each, BaseException)]
 
     async def _broadcast(self, exchange: _Exchange) -> None:
         """To all engines; the first error is answered, else what all aborted."""

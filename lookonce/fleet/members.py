@@ -441,7 +441,9 @@ class Fleet:
         return Processor()
 
     def ready(self) -> list[Member]:
-        return [member for member in self.members.values() if member.state.accepts]
+        """Engines that take requests; those that answer late come last."""
+        accepting = [member for member in self.members.values() if member.state.accepts]
+        return sorted(accepting, key=lambda each: each.state.late)
 
     def close(self) -> None:
         self.update({})

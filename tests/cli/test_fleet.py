@@ -16,6 +16,7 @@ from lookonce.cli.fleet import fleet_of, read_fleet, run_fleet
 from lookonce.config import Options, resolve
 from lookonce.errors import ConfigError
 from lookonce.fleet.config import listen_options, rendered_models
+from lookonce.types.logs import LogConfig
 
 EXAMPLE = Path(__file__).parents[2] / "deploy/kubernetes/fleet/lookonce-fleet.yaml"
 
@@ -181,6 +182,13 @@ def test_front_ends_believe_the_proxies_that_the_file_names(tmp_path: Path) -> N
     assert config.forwarded_allow_ips == ("10.0.0.0/8",)
     with pytest.raises(ConfigError, match="--forwarded-allow-ips"):
         read_fleet(written(tmp_path, "forwarded_allow_ips: [proxy.example.org]\n"), {})
+
+
+def test_it_says_how_front_ends_write_their_log(tmp_path: Path) -> None:
+    config = read_fleet(written(tmp_path, "log_format: json\nlog_level: warning\n"), {})
+    assert resolve(config.frontend_options()).logs == LogConfig("json", "warning")
+    with pytest.raises(ConfigError, match="--log-format"):
+        read_fleet(written(tmp_path, "log_format: xml\n"), {})
 
 
 def test_a_model_on_the_command_line_and_in_the_file_is_a_mistake(tmp_path: Path) -> None:

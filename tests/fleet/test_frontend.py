@@ -1425,3 +1425,28 @@ async def test_models_are_told_by_another_engine_where_the_one_that_was_asked_di
         served.named("a").kill()
         answer = await served.client.get("/v1/models")
         assert [card["id"] for card in answer.json()["data"]] == ["nano"]
+
+
+async def test_what_any_engine_can_tell_is_not_asked_of_one_that_hangs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("lookonce.fleet.members.LATE_SECONDS", 0.05)
+    monkeypatch.setattr("lookonce.fleet.members.PROBE_TIMEOUT", 60.0)
+    async with serving(FakeEngine("a"), FakeEngine("b")) as served:
+        served.named("a").stopped = True
+        await served.until(lambda: served.fleet.router.engines["a"].late)
+        answer = await served.client.get("/v1/models")
+        assert [card["id"] for card in answer.json()["data"]] == ["nano"]
+
+
+async def test_an_abort_reaches_engines_while_another_one_hangs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("lookonce.fleet.members.PROBE_TIMEOUT", 60.0)
+    async with serving(FakeEngine("a"), FakeEngine("b"), FakeEngine("c")) as served:
+        served.named("b").stopped = True
+        body = {"request_ids": ["mine"]}
+        asked = asyncio.create_task(served.client.post("/inference/v1/abort_requests", json=body))
+        await served.until(lambda: served.named("a").received and served.named("c").received)
+        assert not asked.done()  # the third may be where it runs
+        asked.cancel()

@@ -43,6 +43,8 @@ class ForwardedClients:
                 address = ipaddress.ip_address(named.strip())
             except ValueError:
                 return
+            # where proxies listen on IPv6, too: ::ffff:1.2.3.4
+            address = getattr(address, "ipv4_mapped", None) or address
             scope["client"] = str(address), 0
             if not self._trusts(str(address)):
                 return

@@ -53,6 +53,7 @@ def test_a_proxy_that_is_allowed_names_the_client(
     assert client(allowed, peer, b"1.2.3.4") == ("1.2.3.4", 0)
     assert client(allowed, peer, b"9.9.9.9, 2001:db8::1") == ("2001:db8::1", 0)
     assert client(allowed, peer, b"9.9.9.9", b"1.2.3.4") == ("1.2.3.4", 0)
+    assert client(allowed, peer, b"::ffff:1.2.3.4") == ("1.2.3.4", 0)
 
 
 def test_what_a_client_has_written_before_is_passed_over() -> None:
