@@ -99,6 +99,10 @@ as to read 64 kB."""
 READ_REST_SECONDS = 0.001
 """Between two reads of large bodies while other addresses ask: what is read takes a third of that,
 with what the kernel does for it. 200 MB a second are left."""
+SMALL_READ_BYTES = 16 * 1024
+"""Who sent less since its last turn waits for the next one behind others who did."""
+SMALL_READS_PER_TURN = 4
+"""What as many small reads cost is less than what one large read and its rest take."""
 OTHERS_SECONDS = 2.0
 """An address that asked so long ago may still ask; to the second, as `Connections.now`."""
 WRITE_NOW = "lookonce.write_now"
@@ -176,8 +180,8 @@ class HttpProtocol(HttpToolsProtocol):
         self._limits = self._table.limits
         self._deadline = self._table.now + self._limits.header_timeout
         self._overhead = self._num_body_bytes = 0
-        self._num_chunks = 0
-        """Of the read that is parsed."""
+        self._num_chunks = self.num_read = 0
+        """Of the read that is parsed: chunks, and bytes."""
         self.unread_since = math.inf
         """When the client stopped reading its answer."""
         self._handshake: asyncio.Task[Any] | None = None
@@ -271,7 +275,7 @@ class HttpProtocol(HttpToolsProtocol):
         elif self.phase == "refused":
             self._read_in_turn(len(data))
             return
-        self._num_chunks = 0
+        self._num_chunks, self.num_read = 0, len(data)
         self._overhead += len(data)
         self._table.num_received += len(data)
         try:
@@ -715,8 +719,9 @@ class Connections:
     So is what large bodies have beyond `UNREAD_BODY_BYTES`, one read in each turn of the event
     loop: whoever asks something small waits in each of its turns for no more than one. While other
     addresses ask, the loop rests between two such reads (`READ_REST_SECONDS`): a small request
-    takes many turns. Bodies of very many chunks are read as what is dropped is: each chunk costs as
-    much as many bytes.
+    takes many turns. Those that send little at a time have turns of their own, beside the others':
+    a body that comes fast would else wait for thousands that send a byte now and then. Bodies of
+    very many chunks are read as what is dropped is: each chunk costs as much as many bytes.
     """
 
     def __init__(
@@ -742,7 +747,9 @@ class Connections:
         self._by_address: dict[str | None, dict[Connection, None]] = {}
         self._dropping: AddressTurns[HttpProtocol] = AddressTurns()
         self._reading: AddressTurns[HttpProtocol] = AddressTurns()
-        """Those that wait to read what is dropped, and the next part of a large body."""
+        self._reading_small: AddressTurns[HttpProtocol] = AddressTurns()
+        """Those that wait to read what is dropped; the next part of a large body; and that of one
+        of which little had come the last time."""
         self._drop_turn: asyncio.TimerHandle | None = None
         self._read_turn: asyncio.Handle | None = None
         self._last_asked: list[tuple[str | None, float]] = []
@@ -814,21 +821,25 @@ class Connections:
 
     def wait_to_read(self, connection: HttpProtocol) -> None:
         """Call its `read_once` once its turn has come, unless it is removed before."""
-        self._reading.add(connection)
+        small = connection.num_read < SMALL_READ_BYTES
+        (self._reading_small if small else self._reading).add(connection)
         if self._read_turn is None:
             self._read_turn = asyncio.get_running_loop().call_soon(self._give_read_turn)
 
     def _give_read_turn(self) -> None:
         self._read_turn = None
-        connection = self._reading.take()
-        if connection is None:
+        taken = [self._reading.take()]
+        taken += [self._reading_small.take() for _ in range(SMALL_READS_PER_TURN)]
+        reading = [each for each in taken if each is not None]
+        if not reading:
             return
         loop = asyncio.get_running_loop()
-        if self._others_ask(connection.address):  # who comes meanwhile rests, too
+        if any(self._others_ask(each.address) for each in reading):  # who comes meanwhile rests too
             self._read_turn = loop.call_later(READ_REST_SECONDS, self._give_read_turn)
-        elif self._reading:
+        elif self._reading or self._reading_small:
             self._read_turn = loop.call_soon(self._give_read_turn)
-        connection.read_once()
+        for each in reading:
+            each.read_once()
 
     def hold_unread(self, connection: Unread) -> None:
         """Its client does not read: what was written to it counts for `max_unread_bytes`."""
@@ -864,8 +875,8 @@ class Connections:
             each.give_up_unread()
 
     def leave_turns(self, connection: HttpProtocol) -> None:
-        self._dropping.discard(connection)
-        self._reading.discard(connection)
+        for turns in (self._dropping, self._reading, self._reading_small):
+            turns.discard(connection)
 
     def remove(self, connection: Connection) -> None:
         held = self._by_address.get(connection.address, {})

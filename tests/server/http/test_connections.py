@@ -23,6 +23,7 @@ from lookonce.server.http.connections import (
     FEW_CONNECTIONS,
     OPENED_PER_TURN,
     READ_REST_SECONDS,
+    SMALL_READ_BYTES,
     UNREAD_BODY_BYTES,
     Acceptor,
     Connections,
@@ -970,13 +971,15 @@ class Endless(Wire):
         if self.reads and not self.is_closing():
             self.num_reads += 1
             self.on_read()
-            self.protocol.data_received(b"a" * 1000)
+            self.protocol.data_received(b"a" * self.num_bytes)
             asyncio.get_running_loop().call_soon(self.read)
 
 
-def endless(running, address, begun):
+def endless(running, address, begun, num_bytes=1000):
+    """`num_bytes`: of each read."""
     protocol = running.protocol(address)
     wire = Endless()
+    wire.num_bytes = num_bytes
     wire.protocol = protocol
     running.table.add(protocol)
     protocol.connection_made(wire)
@@ -1022,14 +1025,18 @@ def upload(path):
     return b"POST %b HTTP/1.1\r\nHost: x\r\nContent-Length: 100000000\r\n\r\n" % path
 
 
+def large(path):
+    """The beginning of a body that is read in turns, and the bytes of a read that is not small."""
+    return upload(path) + b"a" * (UNREAD_BODY_BYTES + 1), SMALL_READ_BYTES
+
+
 def test_large_bodies_are_read_once_in_each_turn_of_the_event_loop():
     """Whose address has fewer of them comes at least as often."""
 
     async def scenario(running):
         running.app = Bodies()
-        begun = b"a" * (UNREAD_BODY_BYTES + 1)
-        many = [endless(running, "many", upload(b"/many") + begun)[1] for _ in range(6)]
-        _, one = endless(running, "one", upload(b"/one") + begun)
+        many = [endless(running, "many", *large(b"/many"))[1] for _ in range(6)]
+        _, one = endless(running, "one", *large(b"/one"))
         await settle()
         before = [wire.num_reads for wire in (*many, one)]
         turns = 200
@@ -1047,9 +1054,8 @@ def test_between_reads_of_large_bodies_the_loop_rests_while_others_ask():
 
     async def scenario(running):
         running.app, times = Bodies(), []
-        begun = b"a" * (UNREAD_BODY_BYTES + 1)
-        large = [endless(running, "large", upload(b"/large") + begun)[1] for _ in range(3)]
-        for wire in large:
+        uploads = [endless(running, "large", *large(b"/large"))[1] for _ in range(3)]
+        for wire in uploads:
             wire.on_read = lambda: times.append(asyncio.get_running_loop().time())
         await settle()
         for address, rests in (("large", False), ("other", True)):
@@ -1065,6 +1071,25 @@ def test_between_reads_of_large_bodies_the_loop_rests_while_others_ask():
         times.clear()
         await until(lambda: len(times) >= 50)
         assert min(after - before for before, after in pairwise(times)) < READ_REST_SECONDS / 2
+
+    on_connections(scenario)
+
+
+def test_a_large_body_does_not_wait_for_many_that_come_little_by_little():
+    """Neither for those of other addresses nor for those of its own."""
+
+    async def scenario(running):
+        running.app = Bodies()
+        begun = upload(b"/little") + b"a" * (UNREAD_BODY_BYTES + 1)
+        addresses = [*("one" for _ in range(50)), *(f"other {n}" for n in range(50))]
+        little = [endless(running, address, begun)[1] for address in addresses]
+        _, one = endless(running, "one", *large(b"/one"))
+        await settle()
+        before = [wire.num_reads for wire in (*little, one)]
+        await until(lambda: sum(wire.num_reads for wire in little) >= 4000)
+        reads = [w.num_reads - read for w, read in zip((*little, one), before, strict=True)]
+        assert reads[-1] >= 15  # in turns with all others it would have one or two
+        assert min(reads[-51:-1]) > 0  # and the others come, too
 
     on_connections(scenario)
 
