@@ -157,7 +157,7 @@ class RenderOnlyEngine:
     """
 
     state: EngineState = "ready"
-    silent_seconds: float = 0.0
+    silent_seconds: float | None = None
 
     def __init__(self, lora: LoRAConfig | None = None) -> None:
         """`lora`: requests may name its adapters; prompts are rendered alike with each."""

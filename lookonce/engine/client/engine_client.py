@@ -153,9 +153,9 @@ class EngineClient:
         return self._health.state
 
     @property
-    def silent_seconds(self) -> float:
+    def silent_seconds(self) -> float | None:
         """Since the engine process last said that it lives, which it does twice a second whatever
-        its steps take; 0 while there is no connection."""
+        its steps take; None while there is no connection."""
         return self._health.silent_seconds
 
     @property
@@ -803,13 +803,13 @@ class EngineHealth:
             return "dead" if self._was_connected else "starting"
         if not self._ready.is_set():
             return "starting"
-        stalled = self._stalled + self.silent_seconds
+        stalled = self._stalled + (self.silent_seconds or 0.0)
         return "stuck" if stalled > self._stall_timeout else "ready"
 
     @property
-    def silent_seconds(self) -> float:
-        """Since the last heartbeat; 0 while there is no connection."""
-        return self._clock() - self._last_beat if self.connected else 0.0
+    def silent_seconds(self) -> float | None:
+        """Since the last heartbeat; None while there is no connection."""
+        return self._clock() - self._last_beat if self.connected else None
 
     @property
     def model(self) -> ModelInfo:

@@ -34,7 +34,7 @@ class Status(msgspec.Struct):
 class Readiness(msgspec.Struct):
     status: str
     engine_silent_seconds: float | msgspec.UnsetType = msgspec.UNSET
-    """Since the engine process last said that it lives; left out below 50 ms."""
+    """Since the engine process last said that it lives; left out where there is none."""
 
 
 class Version(msgspec.Struct):
@@ -54,7 +54,8 @@ async def ready(request: Request) -> Response:
     state: str = "draining" if services.drain.draining else services.engine.state
     if state == "ready" and services.warming:
         state = "warming"
-    told = Readiness(state, round(services.engine.silent_seconds, 1) or msgspec.UNSET)
+    silent = services.engine.silent_seconds
+    told = Readiness(state, msgspec.UNSET if silent is None else round(silent, 1))
     return json_response(told, 200 if state == "ready" else 503)
 
 

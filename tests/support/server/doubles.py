@@ -190,7 +190,7 @@ class RecitingEngine:
     def __init__(self, answer: str = "a red circle") -> None:
         self.answer = answer
         self.state = "ready"
-        self.silent_seconds = 0.0
+        self.silent_seconds: float | None = None
         self.adapters = KnownAdapters()
         self.model = MODEL
         self.running: dict[str, set[int]] = {}
