@@ -367,7 +367,7 @@ class DecodeShares:
                 known = self._times.seconds(done.num_decodes)
                 known += self._times.prompt_token * done.num_tokens
                 self._charge_encodes(done.encode_owners, max(0.0, seconds - known))
-        elif done.num_tokens >= MIN_SLICE_TOKENS:
+        elif done.num_tokens >= LEAST_SLICE_TOKENS:
             self._times.note_prompt(done.num_tokens, done.num_decodes, seconds)
         elif done.measured and done.num_tokens <= FEW_TOKENS:
             num_computed = done.num_decodes + done.num_tokens

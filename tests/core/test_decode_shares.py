@@ -321,6 +321,27 @@ def test_answers_go_on_beside_prompts_of_their_tenant_that_nothing_holds_back() 
     assert longest <= CREDIT_SECONDS
 
 
+def test_what_a_prompt_s_token_takes_is_learned_of_the_shortest_slices() -> None:
+    """A slow moment makes slices short, which tell that it is over."""
+    engine = TimedEngine(StepCosts(fixed=0.001, decode=0.0005, token=0.002))
+    for number in range(100):
+        engine.add(prompt("many", f"m{number}", 400))
+
+    def ask(first: int) -> int:
+        """Now and then, for a while; the most tokens of a step of the other one's prompts."""
+        num_plans = len(engine.plans)
+        for number in range(first, first + 10):
+            engine.add(prompt("one", f"o{number}", 3))
+            engine.run_for(LINGER_SECONDS / 3)
+        return max(plan.num_tokens for plan in engine.plans[num_plans:])
+
+    ask(0)
+    assert ask(10) < 20
+    engine.costs = StepCosts(fixed=0.001, decode=0.0005, token=0.00004)
+    ask(20)
+    assert ask(30) >= 45
+
+
 def test_the_sequences_of_the_other_tenant_take_turns() -> None:
     engine = TimedEngine()
     busy(engine)
