@@ -578,6 +578,34 @@ def test_a_subscriber_over_zmq(folder: Path) -> None:
     publisher.close()
 
 
+def test_a_computed_prompt_is_told_after_what_it_left(folder: Path) -> None:
+    """Whoever does not know of its blocks yet would take it for evicted."""
+    publisher = EventPublisher(EventsConfig(f"ipc://{folder}/pub", f"ipc://{folder}/replay"))
+    come: list[bytes] = []
+    events = publisher.open_step_events(4, lambda: (come, []))
+    with zmq.Context() as context, context.socket(zmq.SUB) as sub:
+        sub.connect(f"ipc://{folder}/pub")
+        sub.setsockopt(zmq.SUBSCRIBE, b"")
+        while not sub.poll(20):
+            publisher.item_changed(b"x" * 32, True)
+        for number in range(200):
+            come[:] = [number.to_bytes(32, "big")]
+            events.tell_load(float(number), number % 2, 0)
+            events.computed(f"0-0-{number}", 4, None, (), ())
+            events.flush()
+        publisher.close()
+        held, told = set(), 0
+        while told < 200:
+            assert sub.poll(20_000)
+            topic, _, payload = sub.recv_multipart()
+            for kind, first, *_ in msgspec.msgpack.decode(payload)[1]:
+                if kind == "KeysHeld" and topic == ENCODER_TOPIC.encode():
+                    held.update(first)
+                elif kind == "PromptComputed":
+                    assert int(first).to_bytes(32, "big") in held
+                    told += 1
+
+
 def test_for_a_client_that_does_not_read_little_is_queued_and_others_are_answered(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

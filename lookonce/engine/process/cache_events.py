@@ -260,9 +260,6 @@ class StepEvents:
         self._requests.append(msgspec.structs.replace(load))
 
     def flush(self) -> None:
-        if self._requests:
-            self._publish(ENGINE_TOPIC, self._requests)
-            self._requests = []
         if self._changes:
             self._publish(self._topic, self._changes)
             self._changes = []
@@ -271,6 +268,9 @@ class StepEvents:
             changes: list[Change] = [Removed(key) for key in gone]
             changes += [Held(key) for key in come]
             self._publish(ENCODER_TOPIC, changes)
+        if self._requests:  # after what they computed
+            self._publish(ENGINE_TOPIC, self._requests)
+            self._requests = []
 
 
 # --- events --------------------------------------------------------------------------------------
@@ -557,7 +557,8 @@ class EventPublisher:
         return bound
 
     def _publish_all(self) -> None:
-        """Until None. What has gathered meanwhile becomes one batch of each topic."""
+        """Until None. What has gathered meanwhile becomes one batch of each topic, that of requests
+        last: a prompt whose blocks are not held yet would count as evicted."""
         done = False
         while not done:
             gathered: dict[str, list[Change]] = {}
@@ -570,9 +571,9 @@ class EventPublisher:
                 handed = self._queue.get()
             done = handed is None
             try:
-                for topic, changes in gathered.items():
+                for topic in sorted(gathered, key=ENGINE_TOPIC.__eq__):
                     if topic in self._logs:
-                        self._pub.send_multipart(self._logs[topic].append(changes))
+                        self._pub.send_multipart(self._logs[topic].append(gathered[topic]))
             except self._zmq.ZMQError:
                 logger.exception("events were not sent; they can be replayed")
         self._pub.close()
