@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import shutil
 import threading
 from collections.abc import AsyncIterator, Iterator
@@ -499,7 +500,12 @@ def test_what_an_engine_has_to_refuse_is_not_in_the_front_ends_audit(
     assert [each.target for each in fleet.received] == [CHAT]
     assert not [line for line in caplog.records if line.name == "lookonce.audit"]
     assert fleet.ask(max_tokens=-1).status_code == 400
-    (line,) = (line for line in caplog.records if line.name == "lookonce.audit")
+
+    def told() -> list[logging.LogRecord]:
+        return [line for line in caplog.records if line.name == "lookonce.audit"]
+
+    until(told, 30)  # it is written once the answer is
+    (line,) = told()
     assert (line.__dict__["status"], line.__dict__["client"]) == (400, "127.0.0.1")
 
 
