@@ -77,9 +77,6 @@ class FollowedEvents(StepEvents):
 
     def flush(self) -> None:
         changes: list[Change] = []
-        if self._requests:
-            changes += [_told(each) for each in self._requests]
-            self._requests = []
         if self._blocks:
             changes += self._blocks
             self._blocks, self._coming, self._going = [], None, None
@@ -88,6 +85,9 @@ class FollowedEvents(StepEvents):
             changes.append(Gone(ENCODER_TOPIC, [short(key) for key in gone]))
         if come:
             changes.append(Added(ENCODER_TOPIC, [short(key) for key in come]))
+        if self._requests:
+            changes += [_told(each) for each in self._requests]
+            self._requests = []
         if changes:
             self._hand_on(changes)
 
