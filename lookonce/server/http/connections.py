@@ -56,6 +56,7 @@ from uvicorn.server import ServerState
 from lookonce.config import ConnectionConfig
 from lookonce.frontend.responses import ErrorBody, ErrorResponse
 from lookonce.server.http.responses import RETRY_AFTER_SECONDS, encode, error_type
+from lookonce.server.http.unread import UNREAD_SECONDS, UnreadAnswers, UnreadProtocol
 from lookonce.server.http.websocket import WebSocketProtocol
 from lookonce.types.counts import Counts
 
@@ -80,10 +81,6 @@ CHUNK_COST_BYTES = 512
 """As many as could be dropped in ten times the microsecond that a chunk takes."""
 MAX_PIPELINED = 24
 """Requests of one connection that may wait for the one being served."""
-UNREAD_SECONDS = 3.0
-"""Who leaves an answer unread for so long gives way to a new connection where there is no room."""
-UNREAD_KEPT = 0.75
-"""Of `max_unread_bytes`, once these were exceeded."""
 HEADER_SECONDS = 2.0
 """Who has sent no whole header of a first request by then is the first to give way."""
 FEW_CONNECTIONS = 8
@@ -155,12 +152,14 @@ class TurnFlow(FlowControl):
         super().resume_reading()
 
 
-class HttpProtocol(HttpToolsProtocol):
+class HttpProtocol(UnreadProtocol, HttpToolsProtocol):
     """uvicorn's HTTP protocol with limits, deadlines and refusals, on a `HeadBufferingTransport`.
 
     `_overhead` counts the bytes of the message that is being received which are not its body: its
     header, the framing of chunks, and trailers. Nothing may make it larger than one header.
     """
+
+    _table: Connections
 
     def __init__(
         self,
@@ -182,8 +181,6 @@ class HttpProtocol(HttpToolsProtocol):
         self._overhead = self._num_body_bytes = 0
         self._num_chunks = self.num_read = 0
         """Of the read that is parsed: chunks, and bytes."""
-        self.unread_since = math.inf
-        """When the client stopped reading its answer."""
         self._handshake: asyncio.Task[Any] | None = None
         self._aborted = False
         self._served: Any = None
@@ -557,26 +554,6 @@ class HttpProtocol(HttpToolsProtocol):
         self._enter("refused", LINGER_SECONDS)
         self._read_in_turn()
 
-    def pause_writing(self) -> None:
-        self.unread_since = self._table.now
-        super().pause_writing()
-        self._table.hold_unread(self)
-
-    def resume_writing(self) -> None:
-        self.unread_since = math.inf
-        self._table.release_unread(self)
-        super().resume_writing()
-
-    @property
-    def num_unread(self) -> int:
-        """Bytes that were written and that the client has not taken."""
-        return self.transport.get_write_buffer_size()
-
-    def give_up_unread(self) -> None:
-        """Close the connection: all of them together hold too much that is not read."""
-        self._table.count_refused("too_much_unread")
-        self._abort()
-
     def check_deadline(self, now: float) -> None:
         if now - self.unread_since > self._limits.write_timeout:
             self._time_out("write")
@@ -625,18 +602,6 @@ def _is_websocket_key(value: bytes) -> bool:
 
 
 # --- all connections ----------------------------------------------------------------------------
-
-
-class Unread(Protocol):
-    """A connection whose client does not read."""
-
-    @property
-    def unread_since(self) -> float: ...
-
-    @property
-    def num_unread(self) -> int: ...
-
-    def give_up_unread(self) -> None: ...
 
 
 class Eviction(IntEnum):
@@ -757,11 +722,7 @@ class Connections:
         first."""
         self._num_dropped = 0
         """Bytes, since the last turn."""
-        self._unread: dict[Unread, int] = {}
-        """Bytes that are unread of those whose clients do not read, as far as is known."""
-        self._num_unread = 0
-        """The sum of these."""
-        self._unread_turn: asyncio.Handle | None = None
+        self.unread = UnreadAnswers(limits.max_unread_bytes, lambda: self.now)
         self._victims: deque[tuple[Eviction, Connection]] = deque()
         """That are closed next where there is no room, unless they do something else by then."""
         counts = Counts() if counts is None else counts
@@ -841,39 +802,6 @@ class Connections:
         for each in reading:
             each.read_once()
 
-    def hold_unread(self, connection: Unread) -> None:
-        """Its client does not read: what was written to it counts for `max_unread_bytes`."""
-        self.release_unread(connection)
-        self._unread[connection] = connection.num_unread
-        self._num_unread += self._unread[connection]
-        if self._num_unread > self.limits.max_unread_bytes and self._unread_turn is None:
-            self._unread_turn = asyncio.get_running_loop().call_soon(self._shorten_unread)
-
-    def release_unread(self, connection: object) -> None:
-        """It is read again, or is closed; or was read all the time."""
-        self._num_unread -= self._unread.pop(cast(Unread, connection), 0)
-
-    def _shorten_unread(self) -> None:
-        """Where more is unread than may be, close those that have most of it until a quarter of the
-        room is free: to look at thousands of connections for each of them would take long. Those
-        come first that have not read for `UNREAD_SECONDS`: a large answer that is being read has
-        much unread for a moment."""
-        self._unread_turn = None
-        self._unread = {each: each.num_unread for each in self._unread}
-        self._num_unread = sum(self._unread.values())
-        most = self.limits.max_unread_bytes
-        if self._num_unread <= most:
-            return
-
-        def order(each: Unread) -> tuple[bool, int]:
-            return self.now - each.unread_since < UNREAD_SECONDS, -self._unread[each]
-
-        for each in sorted(self._unread, key=order):
-            if self._num_unread <= most * UNREAD_KEPT:
-                return
-            self.release_unread(each)
-            each.give_up_unread()
-
     def leave_turns(self, connection: HttpProtocol) -> None:
         for turns in (self._dropping, self._reading, self._reading_small):
             turns.discard(connection)
@@ -889,7 +817,7 @@ class Connections:
                 del self._by_address[connection.address]
             if isinstance(connection, HttpProtocol):
                 self.leave_turns(connection)
-            self.release_unread(connection)
+            self.unread.release(connection)
             self.on_room()
 
     def replace(self, old: Connection, new: Connection) -> None:
@@ -898,7 +826,7 @@ class Connections:
         if old in held:
             del held[old]
             held[new] = None
-        self.release_unread(old)
+        self.unread.release(old)
 
     def evict_one(self) -> bool:
         """Close the connection that has least to show for its place.

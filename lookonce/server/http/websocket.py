@@ -15,14 +15,14 @@ from __future__ import annotations
 
 import asyncio
 import math
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import uvicorn
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from uvicorn.server import ServerState
 from websockets.frames import CloseCode, Frame
 
-from lookonce.config import ConnectionConfig
+from lookonce.server.http.unread import ConnectionTable, UnreadProtocol
 
 MAX_MESSAGE_BYTES = 24 * 1024 * 1024
 """Of one message: OpenAI's 15 MiB of sound for one event, in base64, and some JSON."""
@@ -31,25 +31,7 @@ PING_TIMEOUT_SECONDS = 60.0
 """As `write_timeout`: a client that processes what it has read may be slow to answer a ping."""
 
 
-class ConnectionTable(Protocol):
-    """What a WebSocket uses of the table that it is in (`http.connections.Connections`)."""
-
-    @property
-    def limits(self) -> ConnectionConfig: ...
-
-    @property
-    def now(self) -> float: ...
-
-    def remove(self, connection: Any) -> None: ...
-
-    def count_refused(self, reason: str) -> None: ...
-
-    def hold_unread(self, connection: Any) -> None: ...
-
-    def release_unread(self, connection: Any) -> None: ...
-
-
-class WebSocketProtocol(WebSocketsSansIOProtocol):
+class WebSocketProtocol(UnreadProtocol, WebSocketsSansIOProtocol):
     """A WebSocket in the table of `connections`, from its handshake to its end."""
 
     def __init__(
@@ -70,7 +52,6 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         self._limits = connections.limits
         self._deadline = math.inf
         """Of the message that is being received."""
-        self.unread_since = math.inf
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
@@ -166,23 +147,3 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         await super().send(message)
         if message["type"] == "websocket.http.response.body" and not message.get("more_body"):
             self.handshake_complete = True
-
-    def pause_writing(self) -> None:
-        self.unread_since = self._table.now
-        super().pause_writing()
-        self._table.hold_unread(self)
-
-    def resume_writing(self) -> None:
-        self.unread_since = math.inf
-        self._table.release_unread(self)
-        super().resume_writing()
-
-    @property
-    def num_unread(self) -> int:
-        """Bytes that were written and that the client has not taken."""
-        return self.transport.get_write_buffer_size()
-
-    def give_up_unread(self) -> None:
-        """Close the connection: all of them together hold too much that is not read."""
-        self._table.count_refused("too_much_unread")
-        self.transport.abort()
