@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Sequence
+from typing import TypeAlias
 
 from starlette.types import Scope
 
 FORWARDED_FOR = b"x-forwarded-for"
+Address: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
 UNIX, ANYBODY = "unix", "*"
 """What may be allowed beside addresses and networks: whoever reaches the server's unix socket; and
 every peer."""
@@ -34,27 +36,29 @@ class ForwardedClients:
         if not self._allowed:
             return
         client = scope.get("client")
-        trusted = self._trusts(client[0]) if client else self._unix or self._anybody
+        trusted = self._trusts(_address(client[0])) if client else self._unix or self._anybody
         sent = [value for name, value in scope["headers"] if name == FORWARDED_FOR]
         if not trusted or not sent:
             return
         for named in reversed(b",".join(sent).decode("latin-1").split(",")):
-            try:
-                address = ipaddress.ip_address(named.strip())
-            except ValueError:
+            address = _address(named.strip())
+            if address is None:
                 return
-            # where proxies listen on IPv6, too: ::ffff:1.2.3.4
-            address = getattr(address, "ipv4_mapped", None) or address
             scope["client"] = str(address), 0
-            if not self._trusts(str(address)):
+            if not self._trusts(address):
                 return
 
-    def _trusts(self, peer: str) -> bool:
-        if self._anybody:
-            return True
-        try:
-            address = ipaddress.ip_address(peer)
-        except ValueError:
-            return False
-        mapped = getattr(address, "ipv4_mapped", None) or address
-        return any(mapped in network for network in self._networks)
+    def _trusts(self, peer: Address | None) -> bool:
+        if self._anybody or peer is None:
+            return self._anybody
+        return any(peer in network for network in self._networks)
+
+
+def _address(text: str) -> Address | None:
+    """None for what is none. Where servers and proxies listen on IPv6, an IPv4 address comes as
+    `::ffff:1.2.3.4`."""
+    try:
+        address = ipaddress.ip_address(text)
+    except ValueError:
+        return None
+    return getattr(address, "ipv4_mapped", None) or address
