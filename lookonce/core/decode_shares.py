@@ -208,7 +208,7 @@ class DecodeShares:
         self._untimed: dict[int, _DoneStep] = {}
         self.set_aside: list[Sequence] = []
         """Decodes that the next step computes only if it computes no prompt of a tenant that has
-        used less (`despite`)."""
+        used less (`beside_prompts`)."""
 
     def choose(self, decodes: list[Sequence]) -> list[Sequence]:
         """Of `decodes`, in their order, those that the next step computes: all where one tenant is
@@ -311,10 +311,10 @@ class DecodeShares:
         admitted again in this step, and have their prompts computed in it."""
         self.set_aside = [sequence for sequence in self.set_aside if sequence.block_ids]
 
-    def despite(self, prompts: Iterable[str]) -> list[Sequence]:
-        """Of the decodes that were `set_aside` those that the step computes after all: it has
-        prompts of these tenants, none of which has used less."""
-        behind = self._behind(prompts)
+    def beside_prompts(self, tenants: Iterable[str]) -> list[Sequence]:
+        """Of the decodes that were `set_aside` those that the step computes after all, since no
+        tenant whose prompts it computes has used less. `tenants`: those whose prompts these are."""
+        behind = self._behind(tenants)
         decodes = [s for s in self.set_aside if s.request.tenant not in behind]
         self._take_turns(decodes)
         return decodes

@@ -279,10 +279,10 @@ class Planner:
         return len(scheduled)
 
     def _plan_set_aside(self, step: StepPass, prompts: list[ScheduledSequence]) -> None:
-        """Plan decodes that were to wait for prompts, beside which they need not wait."""
+        """Plan those of the decodes that were set aside which need not wait for these prompts."""
         sequences = self._queues.sequences
         tenants = {sequences[chunk.seq_id].request.tenant for chunk in prompts}
-        decodes = self.decode_shares.despite(tenants)
+        decodes = self.decode_shares.beside_prompts(tenants)
         num_tokens = sum(chunk.num_tokens for chunk in step.scheduled)
         step.tokens = min(len(decodes), self._max_tokens - num_tokens)
         self._plan_decodes(decodes, step)

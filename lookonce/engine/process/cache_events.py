@@ -73,9 +73,8 @@ HIGH_WATER_MARK = 100_000
 REPLAY_HIGH_WATER_MARK = 64
 """Answers queued for one client that asks; the next ones are made once it has read some."""
 MAX_REPLAYS = 64
-"""Clients that are answered at a time, of more the one that asked first, of the address that has
-most, loses the rest; and requests that one client may have sent before the first of them is
-answered."""
+"""Clients that are answered at a time, of more one of the address that has most loses the rest; and
+requests that one client may have sent before the first of them is answered."""
 MAX_RECEIVED_BYTES = 512
 """Of a frame from a client (a request, a topic, a subscription): who sends more is disconnected."""
 REPLAY_SECONDS = 10.0
@@ -571,7 +570,7 @@ class EventPublisher:
                 handed = self._queue.get()
             done = handed is None
             try:
-                for topic in sorted(gathered, key=ENGINE_TOPIC.__eq__):
+                for topic in sorted(gathered, key=lambda each: each == ENGINE_TOPIC):
                     if topic in self._logs:
                         self._pub.send_multipart(self._logs[topic].append(gathered[topic]))
             except self._zmq.ZMQError:
