@@ -259,9 +259,12 @@ class RequestMiddleware:
             await sender.send_instead(Response(status_code=CLIENT_LEFT_STATUS), receive)
         except LookOnceError as error:
             failure = type(error).__name__
-            await sender.send_instead(error_response(error, error_shape(scope["path"])), receive)
-            if not scope["state"].get(KEPT_BACK):
-                audit_refusal(scope, error)
+            try:
+                answer = error_response(error, error_shape(scope["path"]))
+                await sender.send_instead(answer, receive)
+            finally:  # also where the client never takes it
+                if not scope["state"].get(KEPT_BACK):
+                    audit_refusal(scope, error)
         except HTTPException as error:
             await sender.send_instead(_no_such_route(scope, error), receive)
         except Exception as error:

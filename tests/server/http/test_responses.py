@@ -311,6 +311,26 @@ async def settled(condition) -> None:
             await asyncio.sleep(0)
 
 
+def test_a_refusal_whose_client_never_takes_it_is_audited(on_site, caplog):
+    caplog.set_level("INFO", logger="lookonce.audit")
+
+    async def scenario(site):
+        sending = asyncio.Event()
+
+        class Stuck(RawClient):
+            async def _send(self, message):
+                sending.set()
+                await asyncio.Event().wait()
+
+        task = Stuck(build_app(site.services), body(temperature="hot")).start()
+        await sending.wait()
+        task.cancel()
+        await asyncio.wait([task])
+
+    on_site(scenario)
+    assert [line.status for line in caplog.records if line.name == "lookonce.audit"] == [400]
+
+
 def test_leaving_a_stream_midway_aborts_in_the_engine(on_site):
     async def scenario(site):
         client = RawClient(build_app(site.services), body(stream=True))
