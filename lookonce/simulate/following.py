@@ -13,10 +13,9 @@ import msgspec
 
 from lookonce.config import ENCODER_TOPIC
 from lookonce.engine.process import cache_events
-from lookonce.engine.process.cache_events import Load, StepEvents
+from lookonce.engine.process.cache_events import Computed, Load, StepEvents
 from lookonce.fleet.index import DigestIndex, short
 from lookonce.fleet.subscriber import Added, AllGone, Change, EngineLoad, Gone, PromptComputed
-from lookonce.types.request import client_request_id
 
 
 class FollowedEvents(StepEvents):
@@ -38,7 +37,6 @@ class FollowedEvents(StepEvents):
         self._coming: list[int] | None = None
         self._going: list[int] | None = None
         """Keys of the last change, if it is one of such."""
-        self._prompts: list[Change] = []
 
     def stored(
         self,
@@ -63,18 +61,6 @@ class FollowedEvents(StepEvents):
         self._coming = self._going = None
         self._blocks.append(AllGone(self._topic))
 
-    def computed(
-        self,
-        request_id: str,
-        num_tokens: int,
-        block_hash: bytes | None,
-        items: tuple[tuple[bytes, int], ...],
-        earlier: tuple[tuple[bytes, int], ...],
-    ) -> None:
-        name, blocks = client_request_id(request_id), list(earlier) or None
-        told = PromptComputed(name, num_tokens, list(items), block_hash, blocks)
-        self._requests.append(told)  # type: ignore[arg-type]
-
     def flush(self) -> None:
         changes: list[Change] = []
         if self._blocks:
@@ -92,10 +78,18 @@ class FollowedEvents(StepEvents):
             self._hand_on(changes)
 
 
-def _told(change: cache_events.Change | Change) -> Change:
+def _told(change: cache_events.Change) -> Change:
+    """Of a prompt or of the load."""
     if isinstance(change, Load):
         return EngineLoad(*msgspec.structs.astuple(change))
-    return change  # type: ignore[return-value]
+    assert isinstance(change, Computed)
+    return PromptComputed(
+        change.request_id,
+        change.num_tokens,
+        list(change.items),
+        change.block_hash,
+        list(change.earlier) or None,
+    )
 
 
 class BlockIndex(DigestIndex):
