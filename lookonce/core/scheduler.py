@@ -50,7 +50,7 @@ from lookonce.types.step import StepPlan, StepResult
 MAX_ITEMS_TOLD = 1000
 """Of a prompt, in the event that it was computed."""
 MAX_BLOCKS_TOLD = 16
-"""The same of its blocks before the last; a cache that is full gives up its last ones first."""
+"""The same of its blocks, the last one among them; a cache that is full gives up that one first."""
 MAX_SHARES = 4
 """How many tenants may have as many requests waiting as one tenant may."""
 

@@ -43,8 +43,8 @@ SILENT_PROBES = 2
 """So many probes in a row without an answer in time: the engine is given up. One alone may be a
 long pause of the engine, or of this process."""
 ENGINE_LATE_SECONDS = 2.0
-"""The same of the process that computes: it says twice a second that it lives, also while a step
-takes long."""
+"""An engine whose process that computes has been silent for so long is late, too: that process says
+twice a second that it lives, also while a step takes long."""
 ENGINE_SILENT_SECONDS = 5.0
 """A probe that tells of such a silence counts as one without an answer."""
 LOAD_ADAPTER = "/v1/load_lora_adapter"
