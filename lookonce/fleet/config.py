@@ -91,8 +91,8 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True):
     address: str | None = None
     """Of a Ray cluster; None: one on this machine, started here."""
     drain_timeout: float = 30.0
-    """Seconds, and 10 to 20 more, after which an engine or a front-end that is removed is killed. By
-    itself each gives its requests 30 s to end."""
+    """Seconds, and 10 to 20 more, after which an engine or a front-end that is removed is killed.
+    By itself each gives its requests 30 s to end."""
     forwarded_allow_ips: tuple[str, ...] = ()
     """Proxies before the front-ends whose `X-Forwarded-For` tells the client."""
     log_format: str = "text"
