@@ -14,9 +14,9 @@ import asyncio
 import dataclasses
 import logging
 import re
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -118,25 +118,6 @@ class _Served:
     """Its engines store responses."""
     unlike: frozenset[str] = frozenset()
     """Engines that it was said of that they are not what it was opened for."""
-    num_requests: int = 0
-    """That are being answered."""
-    idle: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when the last one of these has ended."""
-
-    @contextmanager
-    def answering(self) -> Iterator[None]:
-        self.num_requests += 1
-        try:
-            yield
-        finally:
-            self.num_requests -= 1
-            if not self.num_requests:
-                self.idle.set()
-
-    async def wait_idle(self) -> None:
-        while self.num_requests:
-            self.idle.clear()
-            await self.idle.wait()
 
 
 class Rendering:
@@ -224,7 +205,7 @@ class Rendering:
 
         async def close() -> None:
             async with opened:
-                await served.wait_idle()
+                await served.services.drain.wait_idle()
 
         task = asyncio.get_running_loop().create_task(close())
         self._tasks.add(task)
@@ -302,10 +283,7 @@ class Rendering:
         replies = _Replies(request, scope, send)
         token = current_request.set(request)
         try:
-            with served.answering():
-                await served.app(
-                    {**scope, "headers": headers}, _replayed(content, receive), replies
-                )
+            await served.app({**scope, "headers": headers}, _replayed(content, receive), replies)
         finally:
             current_request.reset(token)
             self.num_retried += request.num_retried
