@@ -222,6 +222,7 @@ class EngineState:
         return model in (None, self.model) or model in self.adapters
 
     def note_load(self, load: EngineLoad) -> None:
+        self._give_up_untold()
         before, self.load = self.load, load
         self.others = max(0, load.running + load.waiting - self.most_requests)
         self.most_requests = self.num_requests
@@ -322,6 +323,32 @@ class EngineState:
         if self.num_requests:
             usual = self.backlog / self.num_requests
         return self.backlog + self.others * usual
+
+    def await_told(self, request_id: str, route: Route) -> None:
+        """A route has ended, and the engine may yet tell of its prompt."""
+        route.ended_at = self.num_told
+        self.untold.setdefault(request_id, []).append(route)
+        self.num_untold_pieces += len(route.identity.pieces)
+        while self.num_untold_pieces > MAX_UNTOLD_PIECES:
+            _stop_computing(*self.take_untold(next(iter(self.untold))))
+
+    def take_untold(self, request_id: str) -> list[Route]:
+        """The routes of this id that have ended; they are awaited no more."""
+        routes = self.untold.pop(request_id, [])
+        self.num_untold_pieces -= sum(len(route.identity.pieces) for route in routes)
+        return routes
+
+    def untold_routes(self) -> list[Route]:
+        return [route for named in self.untold.values() for route in named]
+
+    def _give_up_untold(self) -> None:
+        """A load has come: what would have been told of by now was not computed."""
+        self.num_told += 1
+        for request_id, named in list(self.untold.items()):
+            late = [r for r in named if self.num_told - r.ended_at >= UNTOLD_LOADS]
+            _stop_computing(*late)
+            if len(late) == len(named):
+                self.take_untold(request_id)
 
 
 class QueuePrice:
@@ -515,23 +542,6 @@ def _stop_computing(*routes: Route) -> None:
         route.nodes = ()
 
 
-def _await_told(request_id: str, route: Route) -> None:
-    """A route has ended, and its engine may yet tell of its prompt."""
-    engine = route.engine
-    route.ended_at = engine.num_told
-    engine.untold.setdefault(request_id, []).append(route)
-    engine.num_untold_pieces += len(route.identity.pieces)
-    while engine.num_untold_pieces > MAX_UNTOLD_PIECES:
-        _stop_computing(*_take_untold(engine, next(iter(engine.untold))))
-
-
-def _take_untold(engine: EngineState, request_id: str) -> list[Route]:
-    """The engine's routes of this id that have ended; they are awaited no more."""
-    routes = engine.untold.pop(request_id, [])
-    engine.num_untold_pieces -= sum(len(route.identity.pieces) for route in routes)
-    return routes
-
-
 class NoEngineError(Exception):
     """No engine of this model takes requests."""
 
@@ -596,10 +606,9 @@ class Router:
         """The engine holds nothing any more."""
         for index in (self.blocks, self.outputs, self.items):
             index.drop(engine.number)
-        of_ended = [route for named in engine.untold.values() for route in named]
-        for route in (*(each for named in self._running.values() for each in named), *of_ended):
-            if route.engine is engine:
-                _stop_computing(route)
+        running = [route for named in self._running.values() for route in named]
+        _stop_computing(*(route for route in running if route.engine is engine))
+        _stop_computing(*engine.untold_routes())
         for node in self._nodes.values():
             node.blocks.pop(engine.number, None)
 
@@ -622,12 +631,11 @@ class Router:
                     index = self._index(topic)
                     index.drop(engine.number)
                     if index is self.blocks:
-                        _stop_computing(*(r for named in engine.untold.values() for r in named))
+                        _stop_computing(*engine.untold_routes())
                 case PromptComputed():
                     self._note_computed(engine, change)
                 case EngineLoad():
                     engine.note_load(change)
-                    self._give_up_untold(engine)
 
     def _index(self, topic: str) -> DigestIndex:
         if topic == ENCODER_TOPIC:
@@ -636,11 +644,9 @@ class Router:
 
     def _note_computed(self, engine: EngineState, computed: PromptComputed) -> None:
         """Learn what the request's prompt has become at the engine."""
-        named = [
-            *self._running.get(computed.request_id, ()),
-            *_take_untold(engine, computed.request_id),
-        ]
-        routes = [route for route in named if route.engine is engine]
+        running = self._running.get(computed.request_id, ())
+        routes = [route for route in running if route.engine is engine]
+        routes += engine.take_untold(computed.request_id)
         for route in routes:
             route.computed = True  # none of them is awaited after it has ended
         nodes = [node for route in routes for node in route.nodes]
@@ -679,15 +685,6 @@ class Router:
             while upto < end * scale:
                 block, upto = next(earlier, last)
             node.blocks[engine.number] = short(block)
-
-    def _give_up_untold(self, engine: EngineState) -> None:
-        """What an engine would have told of by now it has not computed."""
-        engine.num_told += 1
-        for name, named in list(engine.untold.items()):
-            late = [r for r in named if engine.num_told - r.ended_at >= UNTOLD_LOADS]
-            _stop_computing(*late)
-            if len(late) == len(named):
-                _take_untold(engine, name)
 
     # --- requests --------------------------------------------------------------------------------
 
@@ -969,7 +966,7 @@ class Router:
         if failed or route.computed or not route.nodes:
             _stop_computing(route)
         elif engine.number in self._followed:
-            _await_told(request_id, route)
+            engine.await_told(request_id, route)
         else:
             for node in route.nodes:
                 node.blocks.setdefault(engine.number, None)
@@ -1001,7 +998,7 @@ class Router:
         for route in running:
             computing.update((id(node), route.engine.number) for node in route.nodes)
         for engine in self.engines.values():
-            untold = [route for named in engine.untold.values() for route in named]
+            untold = engine.untold_routes()
             assert all(route.ended and not route.computed for route in untold)
             num_pieces = sum(len(route.identity.pieces) for route in untold)
             assert engine.num_untold_pieces == num_pieces <= MAX_UNTOLD_PIECES
