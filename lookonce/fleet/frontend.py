@@ -143,6 +143,8 @@ REFUSAL_HEADERS = frozenset({"content-type", "www-authenticate", "retry-after", 
 """Of an engine's answer to a WebSocket's handshake that it refuses, which clients get."""
 NOT_SENT_ON = frozenset({b"origin", b"x-request-id", FORWARDED_FOR})
 """Of a client's headers: the front-end's own come in the place of the last two."""
+SENT_ON_TO_WEBSOCKETS = frozenset({b"authorization", b"x-api-key", b"openai-beta"})
+"""Of a client's headers, with the handshake."""
 METRICS_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -444,11 +446,10 @@ class Frontend:
         members = sorted(self._fleet.ready(), key=lambda each: each.state is not known)
         held: EngineAnswerParts | None = None
         for member in members:
-            try:
-                async with exchange.asking(member, exchange.request_id) as answer:
-                    held = answer.status, answer.headers, await answer.body()
-            except EngineLostError:
+            answer = await self._whole_answer(exchange, member)
+            if answer is None:
                 continue
+            held = answer
             if held[0] == 200:  # any other status says nothing of where it is
                 self._fleet.router.bind_stored(tenant, stored, member.address.name)
             if held[0] != 404:
@@ -461,19 +462,25 @@ class Frontend:
     async def _ask_all(self, exchange: _Exchange) -> list[EngineAnswerParts]:
         """The answers of all engines that take requests, without those that were lost. They are
         asked side by side: where one hangs, the others have what they are told at once."""
+        asked = [self._whole_answer(exchange, member) for member in self._fleet.ready()]
+        answers: list[EngineAnswerParts] = []
+        for found in await asyncio.gather(*asked, return_exceptions=True):
+            if isinstance(found, BaseException):
+                raise found
+            if found is not None:
+                answers.append(found)
+        return answers
 
-        async def asked(member: Member) -> EngineAnswerParts | None:
-            with contextlib.suppress(EngineLostError):
-                async with exchange.asking(member, exchange.request_id) as answer:
-                    return answer.status, answer.headers, await answer.body()
+    async def _whole_answer(self, exchange: _Exchange, member: Member) -> EngineAnswerParts | None:
+        """An engine's; None where it was lost."""
+        try:
+            async with exchange.asking(member, exchange.request_id) as answer:
+                return answer.status, answer.headers, await answer.body()
+        except EngineLostError:
+            if exchange.left:
+                raise _ClientLeft from None
+            member.look()
             return None
-
-        members = self._fleet.ready()
-        found = await asyncio.gather(*map(asked, members), return_exceptions=True)
-        for each in found:
-            if isinstance(each, BaseException):
-                raise each
-        return [each for each in found if each is not None and not isinstance(each, BaseException)]
 
     async def _broadcast(self, exchange: _Exchange) -> None:
         """To all engines; the first error is answered, else what all aborted."""
@@ -558,12 +565,10 @@ class Frontend:
         """A card of each model and adapter. One engine is asked, so that keys are checked."""
         members = self._fleet.ready()
         for asked in members:
-            try:
-                async with exchange.asking(asked, exchange.request_id) as answer:
-                    status, headers, body = answer.status, answer.headers, await answer.body()
-            except EngineLostError:
-                asked.look()
+            answer = await self._whole_answer(exchange, asked)
+            if answer is None:
                 continue
+            status, headers, body = answer
             if status == 200:
                 cards = {card["id"]: card for member in members for card in member.cards}
                 body = msgspec.json.encode({"object": "list", "data": list(cards.values())})
@@ -700,14 +705,10 @@ class Frontend:
             host = "localhost" if path is not None else http
             query = scope["query_string"].decode("latin-1")
             url = f"ws://{host}{scope['path']}" + (f"?{query}" if query else "")
+            kept = [each for each in scope["headers"] if each[0] in SENT_ON_TO_WEBSOCKETS]
             passed = {
                 name.decode("latin-1"): value.decode("latin-1")
-                for name, value in scope["headers"]
-                if name in (b"authorization", b"x-api-key", b"openai-beta")
-            }
-            passed |= {
-                name.decode("latin-1"): value.decode("latin-1")
-                for name, value in _client_header(scope)
+                for name, value in (*kept, *_client_header(scope))
             }
             options: dict[str, Any] = {
                 "additional_headers": passed,

@@ -499,6 +499,22 @@ async def test_a_client_that_leaves_ends_its_request_at_the_engine() -> None:
         assert state.num_requests == 0
 
 
+async def test_a_client_that_leaves_while_models_are_told_says_nothing_of_the_engine() -> None:
+    async def begin(engine: FakeEngine, request: Received, writer: asyncio.StreamWriter) -> None:
+        begin_stream(writer)
+        await writer.drain()
+        await asyncio.Event().wait()
+
+    async with serving(FakeEngine("a", answer=begin)) as served:
+        (engine,) = served.engines
+        asked = asyncio.create_task(served.client.get("/v1/models?begin"))
+        await served.until(lambda: engine.received)
+        await asyncio.sleep(0.05)  # the front-end has the answer's head
+        asked.cancel()
+        await served.until(lambda: served.frontend.active == 0)
+        assert served.fleet.router.engines["a"].accepts
+
+
 async def test_media_that_came_by_name_are_looked_for_at_all_engines() -> None:
     async def unknown(engine: FakeEngine, request: Received, writer: asyncio.StreamWriter) -> None:
         if engine.name == "c":
