@@ -339,7 +339,7 @@ def read_walk(root: Path, folder: Path) -> Walk:
     timed: list[tuple[int, Step]] = []
     idle: set[Step] = set()
     for file in folder.glob("*.txt"):
-        process, *lines = file.read_text().splitlines()
+        process, *lines = file.read_text().splitlines() or [""]  # a forked process that ran nothing
         for line in lines:
             when, what, first_line, function, where = line.split("\t")
             if function.rpartition(".")[2].startswith("<"):

@@ -164,6 +164,21 @@ def test_a_folder_without_the_package_is_refused(tmp_path):
     assert f"no lookonce in {tmp_path}" in ran.stderr
 
 
+def run_recorded(root: Path, recorded: Path) -> None:
+    """Run `lookonce.a` at `root` with the hook; its argument is the file `recording`."""
+    subprocess.run(
+        [sys.executable, "-m", "lookonce.a", recorded / "recording"],
+        env={
+            "PYTHONPATH": f"{SCRIPT.parent / 'structure_hook'}:{root}",
+            "STRUCTURE_WALK": str(recorded),
+            "STRUCTURE_PACKAGE": str(root / "lookonce"),
+        },
+        cwd=root,
+        check=True,
+        timeout=60,
+    )
+
+
 def test_the_hook_records_functions_of_the_package_while_it_is_told_to(checkout, tmp_path):
     root = checkout(
         {
@@ -184,22 +199,45 @@ def test_the_hook_records_functions_of_the_package_while_it_is_told_to(checkout,
     recorded = tmp_path / "recorded"
     recorded.mkdir()
     (recorded / "recording").write_bytes(b"\0")
-    subprocess.run(
-        [sys.executable, "-m", "lookonce.a", recorded / "recording"],
-        env={
-            "PYTHONPATH": f"{SCRIPT.parent / 'structure_hook'}:{root}",
-            "STRUCTURE_WALK": str(recorded),
-            "STRUCTURE_PACKAGE": str(root / "lookonce"),
-        },
-        cwd=root,
-        check=True,
-    )
+    run_recorded(root, recorded)
     way = structure.read_walk(root, recorded)
     assert [(step.process, step.line, step.function) for step in way.steps] == [
         ("a", 4, "loop"),
         ("a", 3, "inner"),
     ]
     assert way.size == Size(1, 10)
+
+
+def test_the_hook_records_what_forked_processes_run(checkout, tmp_path):
+    """Under the name that they took, whatever their descriptors are made."""
+    root = checkout(
+        {
+            "a.py": (
+                "import os, sys\n"
+                "def begun(): pass\n"
+                "def forked(): pass\n"
+                "begun()\n"
+                "if os.fork() == 0:\n"
+                "    sys.argv = ['lookonce.b']\n"
+                "    for low in range(3, 20):\n"
+                "        os.dup2(2, low)\n"
+                "    begun()\n"
+                "    forked()\n"
+                "    os._exit(0)\n"
+                "os.wait()\n"
+            )
+        }
+    )
+    recorded = tmp_path / "recorded"
+    recorded.mkdir()
+    (recorded / "recording").write_bytes(b"\1")
+    run_recorded(root, recorded)
+    way = structure.read_walk(root, recorded)
+    assert {(step.process, step.function) for step in way.steps} == {
+        ("a", "begun"),
+        ("b", "begun"),
+        ("b", "forked"),
+    }
 
 
 def test_the_documented_way_is_compared_with_what_ran() -> None:
