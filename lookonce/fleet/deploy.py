@@ -208,12 +208,8 @@ class Engine:
         """The status of the server's `/health`; None where it does not answer."""
         with contextlib.suppress(TimeoutError, EngineLostError):
             async with asyncio.timeout(HEALTH_TIMEOUT):
-                answer = await self._client.request("GET", "/health")
-                try:
-                    await answer.body()
-                    return answer.status
-                finally:
-                    answer.close()
+                status, _, _ = await self._client.ask("GET", "/health")
+                return status
         return None
 
     def pid(self) -> int:

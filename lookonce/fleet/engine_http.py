@@ -20,6 +20,8 @@ import httptools
 from lookonce.errors import UnavailableError
 
 Headers = list[tuple[bytes, bytes]]
+EngineAnswerParts = tuple[int, Headers, bytes]
+"""Status, headers and body."""
 
 RETRIED_STATUSES = frozenset({502, 503})
 """An engine that answers so has not begun: another one may serve the request."""
@@ -172,6 +174,20 @@ class EngineClient:
                 connection.abort()
                 raise
             return EngineAnswer(connection)
+
+    async def ask(
+        self,
+        method: str,
+        target: str,
+        headers: Iterable[tuple[bytes, bytes]] = (),
+        body: bytes = b"",
+    ) -> EngineAnswerParts:
+        """As `request`, but the whole answer."""
+        answer = await self.request(method, target, headers, body)
+        try:
+            return answer.status, answer.headers, await answer.body()
+        finally:
+            answer.close()
 
     def close(self) -> None:
         """Close what waits for a next request."""

@@ -42,6 +42,7 @@ from lookonce.fleet.engine_http import (
     OWN_LACKS,
     RETRIED_STATUSES,
     EngineAnswer,
+    EngineAnswerParts,
     EngineLostError,
     Headers,
     NoDescriptorError,
@@ -56,7 +57,6 @@ from lookonce.fleet.members import (
     LOAD_ADAPTER,
     LOAD_TIMEOUT,
     AdapterLoad,
-    EngineAnswerParts,
     Fleet,
     Member,
 )

@@ -20,6 +20,7 @@ import msgspec
 from lookonce.config import ApiKey, sent_keys
 from lookonce.errors import ConfigError
 from lookonce.fleet.engine_http import (
+    EngineAnswerParts,
     EngineClient,
     EngineLostError,
     EngineUnreachableError,
@@ -74,8 +75,6 @@ class AdapterLoad(msgspec.Struct, frozen=True):
     body: bytes
 
 
-EngineAnswerParts = tuple[int, Headers, bytes]
-"""Status, headers and body."""
 AdapterLoads = dict[str, AdapterLoad]
 """Name of an adapter → its load; of one model."""
 
@@ -322,11 +321,7 @@ class Member:
         `NoDescriptorError`."""
         try:
             async with asyncio.timeout(timeout):
-                answer = await self.client.request(method, target, headers, body)
-                try:
-                    return answer.status, answer.headers, await answer.body()
-                finally:
-                    answer.close()
+                return await self.client.ask(method, target, headers, body)
         except EngineUnreachableError:
             raise TimeoutError from None
         except EngineLostError:
