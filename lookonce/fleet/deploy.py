@@ -233,11 +233,11 @@ class Engine:
 
 def _kill_session(leader: int) -> None:
     """Kill a process that began a session, and all that are in it."""
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            _, _, _, session = stat.read_text().rpartition(")")[2].split()[:4]
-            if int(session) == leader:
-                os.kill(int(stat.parent.name), signal.SIGKILL)
+    for folder in Path("/proc").glob("[0-9]*"):
+        pid = int(folder.name)
+        with contextlib.suppress(OSError):  # it has ended
+            if os.getsid(pid) == leader:
+                os.kill(pid, signal.SIGKILL)
 
 
 def _machines() -> list[str]:
