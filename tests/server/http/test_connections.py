@@ -86,6 +86,8 @@ class Running:
         self.go = asyncio.Event()
         self.time = self.table.now
         self.outcomes = []
+        self.made = []
+        """Addresses of the connections for which a protocol was made."""
 
     async def app(self, scope, receive, send):
         while (message := await receive()).get("more_body"):
@@ -102,6 +104,7 @@ class Running:
         return protocol, wire
 
     def protocol(self, address):
+        self.made.append(address)
         config = uvicorn_config(self.app)
         config.load()
         server = type("State", (), {"connections": set(), "tasks": set(), "total_requests": 0})()
@@ -257,11 +260,31 @@ def test_no_pause_is_earned_by_what_came_before():
     on_connections(scenario)
 
 
-def evicted(held):
+async def connect_used(running, address, num):
+    """Connections by name, whose first requests have been answered."""
+    held = {f"used {number}": running.connect(address) for number in range(num)}
+    running.go.set()
+    for protocol, _ in held.values():
+        protocol.data_received(VERSION)
+    await settle()
+    return held
+
+
+def closed(held):
     """The names of those that were closed; their ends are told."""
     gone = {name for name, (_, wire) in held.items() if wire.state == "aborted"}
     for name in gone:
         held.pop(name)[0].connection_lost(None)
+    return gone
+
+
+def evict(running, held, num):
+    """The names of as many as are closed to make room, one after the other."""
+    gone = []
+    for _ in range(num):
+        assert running.table.evict_one()
+        (name,) = closed(held)
+        gone.append(name)
     return gone
 
 
@@ -282,9 +305,8 @@ def test_room_is_made_by_who_keeps_the_server_waiting_and_never_by_who_is_served
         held["second"][0].data_received(VERSION[:9])
         held["sending"][0].data_received(POST)
         await settle()
-        for expected in ("silent", "half", "known", "honest", "second", "sending"):
-            assert running.table.evict_one()
-            assert evicted(held) == {expected}
+        order = ["silent", "half", "known", "honest", "second", "sending"]
+        assert evict(running, held, 6) == order
         assert not running.table.evict_one()
         assert held["served"][1].state == "open"
         assert running.table.total == 1
@@ -296,41 +318,25 @@ def test_silent_ones_of_many_addresses_give_way_before_the_used_ones_of_one():
     """Whoever used several connections lost one of them while thousands were silent."""
 
     async def scenario(running):
-        held = {f"used {number}": running.connect("one") for number in range(5)}
-        running.go.set()
-        for protocol, _ in held.values():
-            protocol.data_received(VERSION)
-        await settle()
+        held = await connect_used(running, "one", 5)
         held |= {f"silent {number}": running.connect(f"silent {number}") for number in range(100)}
         running.pass_seconds(2)
-        for number in range(100):
-            assert running.table.evict_one()
-            assert evicted(held) == {f"silent {number}"}
-        for number in range(5):
-            assert running.table.evict_one()
-            assert evicted(held) == {f"used {number}"}
+        assert evict(running, held, 100) == [f"silent {number}" for number in range(100)]
+        assert evict(running, held, 5) == [f"used {number}" for number in range(5)]
         assert running.table.total == 0
 
     on_connections(scenario)
 
 
-def test_many_of_one_address_give_way_before_the_idle_ones_of_another():
+def test_many_of_one_address_give_way_before_the_used_ones_of_another():
     """Also those that are sending something, slowly."""
 
     async def scenario(running):
-        held = {f"idle {number}": running.connect("one") for number in range(3)}
-        running.go.set()
-        for protocol, _ in held.values():
-            protocol.data_received(VERSION)
-        await settle()
+        held = await connect_used(running, "one", 3)
         for number in range(FEW_CONNECTIONS + 3):
             held[f"slow {number}"] = running.connect("many")
             held[f"slow {number}"][0].data_received(POST)
-        gone = []
-        for _ in range(5):
-            assert running.table.evict_one()
-            gone += evicted(held)
-        assert gone == ["slow 0", "slow 1", "slow 2", "idle 0", "idle 1"]
+        assert evict(running, held, 5) == ["slow 0", "slow 1", "slow 2", "used 0", "used 1"]
         end(held)
 
     on_connections(scenario)
@@ -338,14 +344,9 @@ def test_many_of_one_address_give_way_before_the_idle_ones_of_another():
 
 def test_one_that_has_just_come_is_not_closed_before_those_that_wait_of_another_address():
     async def scenario(running):
-        held = {f"idle {number}": running.connect("many") for number in range(3)}
-        running.go.set()
-        for protocol, _ in held.values():
-            protocol.data_received(VERSION)
-        await settle()
+        held = await connect_used(running, "many", 3)
         held["new"] = running.connect("one")
-        assert running.table.evict_one()
-        assert evicted(held) == {"idle 0"}
+        assert evict(running, held, 1) == ["used 0"]
 
     on_connections(scenario)
 
@@ -355,11 +356,7 @@ def test_of_addresses_that_do_the_same_the_one_that_has_most_gives_way():
         held = {f"{of} {number}": running.connect(of) for of in "ab" for number in range(3)}
         held["a 3"] = running.connect("a")
         running.pass_seconds(2)
-        gone = []
-        for _ in range(7):
-            assert running.table.evict_one()
-            gone += evicted(held)
-        assert gone == ["a 0", "a 1", "b 0", "a 2", "b 1", "a 3", "b 2"]
+        assert evict(running, held, 7) == ["a 0", "a 1", "b 0", "a 2", "b 1", "a 3", "b 2"]
 
     on_connections(scenario)
 
@@ -370,13 +367,11 @@ def test_who_sends_its_first_request_or_ends_meanwhile_is_not_closed():
     async def scenario(running):
         held = {f"{number}": running.connect(f"{number}") for number in range(4)}
         running.pass_seconds(2)
-        assert running.table.evict_one()
-        assert evicted(held) == {"0"}
+        assert evict(running, held, 1) == ["0"]
         held["1"][0].data_received(VERSION)
         held["2"][0].connection_lost(None)
         await settle()
-        assert running.table.evict_one()
-        assert evicted(held) == {"3"}
+        assert evict(running, held, 1) == ["3"]
 
     on_connections(scenario)
 
@@ -419,19 +414,19 @@ def test_where_more_is_unread_than_may_be_those_with_most_of_it_are_closed():
     async def scenario(running):
         held = {size: leave_unread(running, f"{size}", size) for size in (100, 300, 200, 350)}
         await settle()
-        assert not evicted(held)
+        assert not closed(held)
         held[150] = leave_unread(running, "last", 150)  # 1,100 bytes
         await settle()
-        assert evicted(held) == {350}
+        assert closed(held) == {350}
         assert running.counts.read()["http_refused_total:too_much_unread"].numbers == (1,)
         held[300][1].num_unread = 0  # it has read, and what the others write has its room
         held[300][0].resume_writing()
         held[500] = leave_unread(running, "more", 500)
         await settle()
-        assert not evicted(held)
+        assert not closed(held)
         held[60] = leave_unread(running, "few", 60)
         await settle()
-        assert evicted(held) == {500}
+        assert closed(held) == {500}
         end(held)
 
     on_connections(scenario, max_unread_bytes=1000)
@@ -443,10 +438,10 @@ def test_a_large_answer_that_is_being_read_does_not_give_way_to_those_that_are_n
         running.pass_seconds(3)
         held["large"] = leave_unread(running, "one", 400)
         await settle()
-        assert evicted(held) == {"0", "1", "2"}
+        assert closed(held) == {"0", "1", "2"}
         held["next"] = leave_unread(running, "one", 301)
         await settle()
-        assert evicted(held) == {"3", "4"}
+        assert closed(held) == {"3", "4"}
         end(held)
 
     on_connections(scenario, max_unread_bytes=1000)
@@ -458,7 +453,7 @@ def test_what_was_unread_of_a_connection_that_is_lost_counts_no_more():
             leave_unread(running, "one", 900)[0].connection_lost(None)
         held = {"next": leave_unread(running, "one", 900)}
         await settle()
-        assert not evicted(held)
+        assert not closed(held)
         end(held)
 
     on_connections(scenario, max_unread_bytes=1000)
@@ -606,10 +601,10 @@ def connection(listener):
 
 
 @contextlib.asynccontextmanager
-async def accepting(running, protocol=None):
+async def accepting(running):
     """A listening socket whose connections are accepted."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        acceptor = Acceptor(listener, running.table, protocol or running.protocol, None)
+    with socket.create_server(("127.0.0.1", 0), backlog=128) as listener:
+        acceptor = Acceptor(listener, running.table, running.protocol, None)
         acceptor.resume()
         yield listener
         acceptor.close()
@@ -629,10 +624,8 @@ def test_of_connections_closed_before_they_were_looked_at_none_is_left():
     async def scenario(running):
         running.table.most = 2
         running.go.set()
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            acceptor = Acceptor(listener, running.table, running.protocol, None)
+        async with accepting(running) as listener:
             clients = [connection(listener) for _ in range(50)]
-            acceptor.resume()
             last = connection(listener)
             last.sendall(VERSION)
             await until(lambda: running.outcomes)
@@ -640,8 +633,6 @@ def test_of_connections_closed_before_they_were_looked_at_none_is_left():
             for client in [*clients, last]:
                 client.close()
             await until(lambda: running.table.total == 0)
-            acceptor.close()
-            await acceptor.wait_closed()
 
     on_connections(scenario)
 
@@ -733,23 +724,17 @@ def test_without_room_new_connections_wait_until_one_ends():
 
 def test_nothing_is_made_for_a_connection_before_its_first_byte():
     async def scenario(running):
-        made = []
-
-        def protocol(address):
-            made.append(address)
-            return running.protocol(address)
-
         running.go.set()
-        async with accepting(running, protocol) as listener:
+        async with accepting(running) as listener:
             clients = [connection(listener) for _ in range(12)]
             await until(lambda: running.table.total == 12)
             for client in clients[:6]:
                 client.close()
             await until(lambda: running.table.total == 6)
-            assert (made, running.table.num_ended) == ([], 6)
+            assert (running.made, running.table.num_ended) == ([], 6)
             clients[6].sendall(VERSION)
             await until(lambda: running.outcomes)
-            assert len(made) == 1
+            assert len(running.made) == 1
             for client in clients[6:]:
                 client.close()
             await until(lambda: running.table.total == 0)
@@ -762,11 +747,9 @@ def test_who_connects_without_end_is_accepted_a_few_at_a_time(monkeypatch):
 
     async def scenario(running):
         table = running.table
-        with socket.create_server(("127.0.0.1", 0), backlog=128) as listener:
-            acceptor = Acceptor(listener, running.table, running.protocol, None)
+        async with accepting(running) as listener:
             clients = [connection(listener) for _ in range(4 * ACCEPTS_PER_TURN)]
             monkeypatch.setattr(connections, "REST_SECONDS", 0.2)
-            acceptor.resume()
             for client in clients[:2]:
                 client.close()
             await asyncio.sleep(0.1)
@@ -777,8 +760,6 @@ def test_who_connects_without_end_is_accepted_a_few_at_a_time(monkeypatch):
             for client in clients:
                 client.close()
             await until(lambda: table.total == 0)
-            acceptor.close()
-            await acceptor.wait_closed()
 
     on_connections(scenario)
 
@@ -797,26 +778,16 @@ def test_long_turns_accept_and_open_as_many_as_short_ones_would_have():
     """At six and at two in a turn these are 20 and 60 turns."""
 
     async def scenario(running):
-        opened = []
-
-        def protocol(address):
-            opened.append(address)
-            return running.protocol(address)
-
         table, num = running.table, 120
-        with socket.create_server(("127.0.0.1", 0), backlog=128) as listener, ExitStack() as held:
-            clients = [held.enter_context(connection(listener)) for _ in range(num)]
-            acceptor = Acceptor(listener, table, protocol, None)
-            acceptor.resume()
+        async with accepting(running) as listener:
+            clients = [connection(listener) for _ in range(num)]
             assert await long_turns(lambda: table.total == num) < num / ACCEPTS_PER_TURN / 2
             for client in clients:
                 client.sendall(VERSION[:9])
-            assert await long_turns(lambda: len(opened) == num) < num / OPENED_PER_TURN / 2
+            assert await long_turns(lambda: len(running.made) == num) < num / OPENED_PER_TURN / 2
             for client in clients:
                 client.close()
             await until(lambda: table.total == 0)
-            acceptor.close()
-            await acceptor.wait_closed()
 
     on_connections(scenario)
 
@@ -862,23 +833,17 @@ def test_one_that_is_silent_ends_at_the_deadline_of_its_header():
 
 def test_many_first_bytes_that_come_at_once_are_answered_in_turns_by_address():
     async def scenario(running):
-        opened = []
-
-        def protocol(address):
-            opened.append(address)
-            return running.protocol(address)
-
-        async with accepting(running, protocol) as listener:
+        async with accepting(running) as listener:
             many = [connection(listener) for _ in range(20)]
             one = socket.create_connection(listener.getsockname(), 10, ("127.0.0.9", 0))
             await until(lambda: running.table.total == 21)
             for client in (*many, one):
                 client.sendall(VERSION[:9])
-            while not opened:  # noqa: ASYNC110 - nothing announces it
+            while not running.made:  # noqa: ASYNC110 - nothing announces it
                 await asyncio.sleep(0)
-            assert len(opened) == OPENED_PER_TURN
-            assert "127.0.0.9" in opened
-            await until(lambda: len(opened) == 21)
+            assert len(running.made) == OPENED_PER_TURN
+            assert "127.0.0.9" in running.made
+            await until(lambda: len(running.made) == 21)
             for client in (*many, one):
                 client.close()
             await until(lambda: running.table.total == 0)
@@ -1054,23 +1019,26 @@ def test_between_reads_of_large_bodies_the_loop_rests_while_others_ask():
 
     async def scenario(running):
         running.app, times = Bodies(), []
+
+        async def rests():
+            """Whether it does, between each two of the next reads."""
+            times.clear()
+            await until(lambda: len(times) >= 50)
+            shortest = min(after - before for before, after in pairwise(times))
+            return shortest > READ_REST_SECONDS / 2
+
         uploads = [endless(running, "large", *large(b"/large"))[1] for _ in range(3)]
         for wire in uploads:
             wire.on_read = lambda: times.append(asyncio.get_running_loop().time())
         await settle()
-        for address, rests in (("large", False), ("other", True)):
+        for address, waits in (("large", False), ("other", True)):
             protocol, wire = running.connect(address)
             protocol.data_received(POST + b"a" * 100_000)
             await until(lambda wire=wire: b"200 OK" in wire.written)
-            times.clear()
-            await until(lambda: len(times) >= 50)
-            shortest = min(after - before for before, after in pairwise(times))
-            assert (shortest > READ_REST_SECONDS / 2) == rests
+            assert await rests() == waits
         running.pass_seconds(3)
         await settle()
-        times.clear()
-        await until(lambda: len(times) >= 50)
-        assert min(after - before for before, after in pairwise(times)) < READ_REST_SECONDS / 2
+        assert not await rests()
 
     on_connections(scenario)
 
