@@ -653,7 +653,11 @@ class Router:
         _stop_computing(*routes)
         if len(routes) != 1:
             return  # none of ours, or nobody knows whose it is
-        identity = routes[0].identity
+        self._note_lengths(routes[0].identity, computed)
+        self._note_blocks(engine, routes[0].identity, nodes, computed)
+
+    def _note_lengths(self, identity: Identity, computed: PromptComputed) -> None:
+        """Learn how many tokens its media and its text have."""
         media_tokens = 0
         if len(computed.items) == len(identity.media):
             for medium, (key, length) in zip(identity.media, computed.items, strict=True):
@@ -672,6 +676,16 @@ class Router:
         if text_tokens > 0 and chars >= 64:
             ratio = chars / text_tokens
             self._chars_per_token += RATE_WEIGHT * (ratio - self._chars_per_token)
+
+    def _note_blocks(
+        self,
+        engine: EngineState,
+        identity: Identity,
+        nodes: Sequence[_Node],
+        computed: PromptComputed,
+    ) -> None:
+        """Learn which blocks the engine has of each beginning of the prompt; `nodes`: of its
+        pieces, or none."""
         if computed.block_hash is None:
             for node in nodes:
                 node.blocks.pop(engine.number, None)  # too short to be kept

@@ -374,17 +374,16 @@ class SimulatedEngine:
         served.spread = self._next_spread(request)
         seconds *= served.spread
         seconds /= 1.0 - self._streaming_share()
-        if not self._num_waiting and prices.idle:
+        if not self._num_waiting:
             seconds += prices.of_idle(self.clock.now - self._last_first_token)
         self._num_waiting += 1
         self._api.run(seconds, self._resolve, served)
         self._note_streaming()
 
     def _next_spread(self, request: TraceRequest) -> float:
-        """The part of the spread of the next request of its kind: so the few whose media are new,
-        which take longest, have nearly the whole distribution, too."""
-        if len(self.prices.spread) == 1:
-            return self.prices.spread[0]
+        """How many times its prices the next request of its kind takes. Each kind is counted for
+        itself, so that the few whose media are new, which take longest, have nearly the whole
+        distribution, too."""
         new = any(medium.key not in self.directory for medium in request.media)
         number = self._num_alike[new]
         self._num_alike[new] += 1
