@@ -8,8 +8,9 @@ adds and removes them. No request passes it.
                 router tells it, whenever that changes, which replicas of Engine there are
 
 APIs of ray 2.60 that are alpha or its own: `RequestRouter.update_replicas`, `RequestRouterConfig`,
-`record_replica_metadata`; `Deployment.options(version=...)`, without which whatever is deployed
-anew is replaced, so that another number of engines would replace all front-ends.
+`record_replica_metadata`, `DeploymentHandle.broadcast`; `Deployment.options(version=...)`, without
+which whatever is deployed anew is replaced, so that another number of engines would replace all
+front-ends.
 """
 
 from __future__ import annotations
@@ -36,12 +37,14 @@ import ray
 import uvloop
 from blake3 import blake3
 from ray import serve
+from ray.exceptions import RayError
 from ray.serve.config import (
     AutoscalingConfig,
     AutoscalingContext,
     AutoscalingPolicy,
     RequestRouterConfig,
 )
+from ray.serve.exceptions import RayServeException
 from ray.serve.request_router import FIFOMixin, RequestRouter
 
 from lookonce import __version__
@@ -332,6 +335,11 @@ class FrontendReplica:
         if not self._thread.is_alive():
             raise RuntimeError("the front-end's server has ended")
 
+    async def drain(self) -> None:
+        """The fleet ends: `FrontendServer.drain`."""
+        drained = asyncio.run_coroutine_threadsafe(self._server.drain(), self._loop)
+        await asyncio.wrap_future(drained)
+
     def address(self) -> str:
         """`HOST:PORT` that it listens on."""
         return self._address
@@ -468,12 +476,17 @@ class RunningFleet:
         """Make the fleet what `config` says, and wait until it is: numbers are changed by adding
         and draining, other changes by replacing one replica after the other."""
         self.config = msgspec.structs.replace(config, port=self.config.port)
-        serve.run(application(self.config), name=APPLICATION, route_prefix=None)
+        self._frontends = serve.run(application(self.config), name=APPLICATION, route_prefix=None)
 
     def close(self) -> None:
-        """Drain everything and end it."""
+        """Drain everything and end it: front-ends first, whose requests may yet go to engines."""
         if self._owner is not None:
             self._owner.close()
+        try:
+            drained = self._frontends.broadcast("drain")
+            drained.results(timeout_s=self.config.drain_timeout + 10.0, return_exceptions=True)
+        except (RayError, RayServeException, TimeoutError) as error:
+            logger.warning("front-ends end without draining: %s", error)
         with contextlib.suppress(Exception):
             serve.delete(APPLICATION)
         if self._local:

@@ -30,6 +30,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 from lookonce.config import ServerConfig
 from lookonce.errors import (
     BadRequestError,
+    DrainingError,
     EngineDeadError,
     LookOnceError,
     NotReadyError,
@@ -138,6 +139,8 @@ UNCOUNTED_PATHS = frozenset({"/health", "/ping", "/ready", "/metrics"})
 """Probes and collectors, whose answers are not counted, as those of `lookonce serve` are not."""
 OWN_PATHS = UNCOUNTED_PATHS | {"/fleet"}
 CLIENT_LEFT_STATUS = 499
+SHUTTING_DOWN = "the server is shutting down; send the request elsewhere"
+CUT_OFF = "the server shuts down: this is cut off"
 ORIGIN = re.compile(rb"\Ahttps?://[^/]*")
 REFUSAL_HEADERS = frozenset({"content-type", "www-authenticate", "retry-after", "x-request-id"})
 """Of an engine's answer to a WebSocket's handshake that it refuses, which clients get."""
@@ -164,8 +167,14 @@ class Frontend:
         self.paths = OWN_PATHS | MODEL_PATHS | BROADCAST_PATHS | SUMMED_PATHS | ADAPTER_PATHS
         """Paths that the log may name."""
         self.draining = False
-        self.active = 0
-        """Requests that are being served."""
+        """Each connection is closed after the answer to its next request."""
+        self.refusing = False
+        """The fleet ends: new requests are refused, too."""
+        self._cut_off = False
+        self.active = self._num_websockets = 0
+        """Requests that are being served, WebSockets among them."""
+        self._ended = asyncio.Event()
+        """A request has ended."""
         self.responses: Counter[int] = Counter()
         self.retried = 0
         self.decision_seconds = 0.0
@@ -173,6 +182,21 @@ class Frontend:
         """What engines tell of themselves."""
         self._gathered_until = -math.inf
         """On the event loop's clock; later it is asked for anew."""
+
+    def refuse_new(self) -> None:
+        """The fleet ends: refuse what comes from now on. Requests that run go on."""
+        self.draining = self.refusing = True
+
+    async def wait_idle(self, *, websockets: bool = True) -> None:
+        """Until no request is being served; `websockets`: nor any WebSocket open."""
+        while self.active > (0 if websockets else self._num_websockets):
+            self._ended.clear()
+            await self._ended.wait()
+
+    def cut_off(self) -> None:
+        """End what runs at engines with the error `draining`."""
+        self._cut_off = True
+        self._fleet.cut_off()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] not in ("http", "websocket"):
@@ -195,6 +219,8 @@ class Frontend:
                 await exchange.answer(204, [*asked], b"")
             elif scope["path"] in OWN_PATHS:
                 await self._own(exchange)
+            elif self.refusing:
+                raise DrainingError(SHUTTING_DOWN)
             else:
                 await self._serve(exchange)
         except _ClientLeft:
@@ -208,6 +234,7 @@ class Frontend:
             await exchange.refuse(500, "internal", "the front-end failed to serve this request")
         finally:
             self.active -= 1
+            self._ended.set()
             if exchange.path not in UNCOUNTED_PATHS:
                 self.responses[exchange.status] += 1
             exchange.close()
@@ -322,6 +349,8 @@ class Frontend:
                 router.ended(request_id, route, failed=True)
                 if exchange.left:
                     raise _ClientLeft from None
+                if self._cut_off:
+                    raise DrainingError(CUT_OFF) from None
                 if (member := self._fleet.members.get(route.engine.name)) is not None:
                     member.look()
                 lost += 1
@@ -671,6 +700,21 @@ class Frontend:
     async def _websocket(self, scope: Scope, receive: Receive, send: Send) -> None:
         """To an engine of the model that the query names, or of any, where the least waits; message
         by message. What is refused is answered as any other request."""
+        await receive()
+        exchange = _Exchange(scope, receive, send)
+        current_request_id.set(exchange.request_id)
+        self.active += 1
+        self._num_websockets += 1
+        try:
+            await self._relayed(exchange, scope, receive, send)
+        finally:
+            self.active -= 1
+            self._num_websockets -= 1
+            self._ended.set()
+
+    async def _relayed(
+        self, exchange: _Exchange, scope: Scope, receive: Receive, send: Send
+    ) -> None:
         from websockets.asyncio.client import connect
         from websockets.exceptions import (
             ConnectionClosed,
@@ -679,12 +723,10 @@ class Frontend:
             WebSocketException,
         )
 
-        await receive()
-        exchange = _Exchange(scope, receive, send)
-        current_request_id.set(exchange.request_id)
-        self.active += 1
         try:
             self._guard.admit(scope)
+            if self.refusing:
+                raise DrainingError(SHUTTING_DOWN)
             named = parse_qs(scope["query_string"].decode("latin-1")).get("model", [""])[0]
             if not named and self._is_known(scope):
                 self._check_unnamed(exchange.path)
@@ -692,7 +734,6 @@ class Frontend:
             identity = Identity(named if known else None)
             route = self._fleet.router.route(exchange.request_id, identity, now=time.monotonic())
         except (LookOnceError, NoEngineError) as error:
-            self.active -= 1
             if isinstance(error, NoEngineError):
                 error = NotReadyError("no engine takes requests now")
             audit_refusal(scope, error)
@@ -739,7 +780,6 @@ class Frontend:
                 audit_refusal(scope, failure)
                 await _deny(scope, receive, send, error_response(failure))
         finally:
-            self.active -= 1
             self._fleet.router.ended(exchange.request_id, route)
 
     def _is_known(self, scope: Scope) -> bool:

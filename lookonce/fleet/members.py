@@ -440,5 +440,11 @@ class Fleet:
         accepting = [member for member in self.members.values() if member.state.accepts]
         return sorted(accepting, key=lambda each: each.state.late)
 
+    def cut_off(self) -> None:
+        """End all requests at engines (`EngineLostError`). None gets another one."""
+        for member in self.members.values():
+            member.draining, member.state.accepts = True, False
+            member.client.abort()
+
     def close(self) -> None:
         self.update({})

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import socket
 import threading
@@ -21,11 +22,15 @@ from lookonce.server.http.connections import Connections
 from lookonce.server.http.uvicorn_server import AcceptingServer
 from lookonce.types.memory import keep_freed_memory
 
+logger = logging.getLogger("lookonce.fleet")
+
 BACKLOG = 2048
 """Connections that may wait to be accepted."""
 HAND_OVER_SECONDS = 5.0
 DRAIN_IDLE_SECONDS = 5.0
 """How long a front-end that drains leaves a connection open that has no request."""
+CUT_OFF_SECONDS = 2.0
+"""In which requests end that ran longer than the drain timeout."""
 
 
 def listening(host: str, port: int) -> socket.socket:
@@ -109,7 +114,8 @@ def _is_same_user(peer: socket.socket) -> bool:
 
 
 class FrontendServer(AcceptingServer):
-    """The server of a front-end. `stop` drains it."""
+    """The server of a front-end. `stop` ends it and leaves the port to others; `drain` comes before
+    that where the fleet ends and nobody else would serve."""
 
     descriptors = 2
     """The client's connection, and one to an engine."""
@@ -119,19 +125,48 @@ class FrontendServer(AcceptingServer):
         super().__init__(frontend, connections)
         self._frontend = frontend
         self._drain_timeout = config.drain_timeout
+        self._drained_at: float | None = None
+        """On the event loop's clock: then `drain` ends what runs."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         keep_freed_memory()
         await super().startup(sockets)
 
+    async def drain(self) -> None:
+        """Refuse new requests, and wait until those that run have ended: `drain_timeout` at most.
+        WebSockets are not waited for: engines tell them once they drain.
+
+        Connections are accepted as before, so that probes learn that it is not ready."""
+        self._frontend.refuse_new()
+        self._drained_at = asyncio.get_running_loop().time() + self._drain_timeout
+        logger.info("draining: %d requests are being served", self._frontend.active)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout_at(self._drained_at):
+                await self._frontend.wait_idle(websockets=False)
+
     async def stop(self) -> None:
         """Accept no connections, and end when those that are open have ended: each after the
-        answer to its next request, or when it had none for `DRAIN_IDLE_SECONDS`."""
-        self._frontend.draining = True
-        for server in self.servers:
-            server.close()
-        self._connections.drain(DRAIN_IDLE_SECONDS)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._drain_timeout):
-                await self._connections.wait_none()
+        answer to its next request, or when it had none for `DRAIN_IDLE_SECONDS`. After `drain`:
+        accept them until no request is served."""
+        if self._drained_at is not None:
+            await self._end_drained(self._drained_at)
+        else:
+            self._frontend.draining = True
+            for server in self.servers:
+                server.close()
+            self._connections.drain(DRAIN_IDLE_SECONDS)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._drain_timeout):
+                    await self._connections.wait_none()
         self.should_exit = True
+
+    async def _end_drained(self, moment: float) -> None:
+        try:
+            async with asyncio.timeout_at(moment):
+                await self._frontend.wait_idle()
+        except TimeoutError:
+            logger.warning("draining took too long: %d requests are cut off", self._frontend.active)
+            self._frontend.cut_off()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(CUT_OFF_SECONDS):
+                    await self._frontend.wait_idle()

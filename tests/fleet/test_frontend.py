@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import dataclasses
 import errno
 import json
 import re
@@ -81,9 +82,11 @@ async def serving(
     *engines: FakeEngine,
     wait: bool = True,
     listener: socket.socket | None = None,
+    drain_timeout: float = 30.0,
     **options: Any,
 ) -> AsyncIterator[Served]:
     config = resolve(Options(port=0, **options)).server
+    config = dataclasses.replace(config, drain_timeout=drain_timeout)
     async with contextlib.AsyncExitStack() as stack:
         for engine in engines:
             await stack.enter_async_context(engine)
@@ -1348,6 +1351,62 @@ async def test_a_request_on_an_open_connection_is_served_while_draining() -> Non
         assert response.status_code == 200
         assert response.headers["connection"] == "close"
         await stopping
+
+
+async def streaming_until(
+    released: asyncio.Event, engine: FakeEngine, writer: asyncio.StreamWriter
+) -> None:
+    begin_stream(writer)
+    send_chunk(writer, b"data: 1\n\n")
+    await writer.drain()
+    await released.wait()
+    send_chunk(writer, b"data: [DONE]\n\n")
+    send_chunk(writer, b"")
+
+
+@contextlib.asynccontextmanager
+async def draining_fleet(
+    served: Served, released: asyncio.Event
+) -> AsyncIterator[tuple[AsyncIterator[str], asyncio.Task[None]]]:
+    """A fleet that drains at its end: lines of a stream that goes on until `released`, and the
+    task of `drain`."""
+    served.named("a").answer = lambda engine, _, writer: streaming_until(released, engine, writer)
+    body = {"model": "nano", "messages": [], "stream": True}
+    async with served.client.stream("POST", "/v1/chat/completions", json=body) as response:
+        lines = response.aiter_lines()
+        assert await anext(lines) == "data: 1"
+        draining = asyncio.create_task(served.server.drain())
+        await served.until(lambda: served.frontend.refusing)
+        yield lines, draining
+
+
+async def test_while_the_fleet_drains_probes_are_told_and_what_runs_goes_on() -> None:
+    released = asyncio.Event()
+    async with serving(FakeEngine("a")) as served:
+        async with draining_fleet(served, released) as (lines, draining):
+            # The connection that is open is taken, so this is a new one.
+            answer = await served.client.get("/ready")
+            assert (answer.status_code, answer.json()) == (503, {"status": "draining"})
+            refused = await served.ask()
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
+            assert refused.headers["connection"] == "close"
+            assert not draining.done()
+            released.set()
+            assert [line async for line in lines if line] == ["data: [DONE]"]
+            await draining
+        assert len(served.named("a").received) == 1
+
+
+async def test_what_runs_longer_than_the_drain_timeout_is_cut_off_with_an_error() -> None:
+    async with serving(FakeEngine("a"), drain_timeout=0.3) as served:
+        async with draining_fleet(served, asyncio.Event()) as (lines, draining):
+            await draining
+            stopping = asyncio.create_task(served.server.stop())
+            rest = [line async for line in lines if line]
+            error = json.loads(rest[0].removeprefix("data: "))["error"]
+            assert error["code"] == "draining"
+            await stopping
+        assert served.frontend.retried == 0
 
 
 async def test_what_waits_to_be_accepted_is_served_by_the_next_front_end() -> None:

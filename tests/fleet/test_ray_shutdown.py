@@ -1,0 +1,58 @@
+"""The end of a real fleet on a local Ray: SIGTERM, while clients ask.
+
+`make test-fleet` runs these; they need ray.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.live_server import LiveServer
+
+pytest.importorskip("ray")
+pytestmark = [pytest.mark.fleet, pytest.mark.timeout(300)]
+
+STREAM: dict[str, Any] = {
+    "model": "nano",
+    "prompt": "count",
+    "stream": True,
+    "max_tokens": 3000,
+    "ignore_eos": True,
+}
+
+
+def started(folder: Path, **fields: Any) -> LiveServer:
+    file = folder / "fleet.yaml"
+    file.write_text(json.dumps({"models": [{"model": "nano"}], **fields}))
+    return LiveServer(str(file), command="fleet", env={"RAY_USAGE_STATS_ENABLED": "0"})
+
+
+def test_sigterm_makes_it_unready_at_once_and_what_runs_ends(tmp_path: Path) -> None:
+    fleet = started(tmp_path)
+    try:
+        with httpx.stream("POST", f"{fleet.url}/v1/completions", json=STREAM) as response:
+            lines = response.iter_lines()
+            next(lines)
+            assert fleet.get("/ready").status_code == 200
+            fleet.process.send_signal(signal.SIGTERM)
+            asked = time.monotonic()
+            while (answer := fleet.get("/ready")).status_code == 200:
+                assert time.monotonic() < asked + 5
+                time.sleep(0.01)
+            assert (answer.status_code, answer.json()) == (503, {"status": "draining"})
+            refused = fleet.post("/v1/completions", STREAM)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
+            rest = [line for line in lines if line]
+        assert rest[-1] == "data: [DONE]"
+        (choice,) = json.loads(rest[-2].removeprefix("data: "))["choices"]
+        assert choice["finish_reason"] == "length"
+        assert fleet.process.wait(60) == 0
+    finally:
+        fleet.stop()
