@@ -92,6 +92,8 @@ METRICS_TIMEOUT = 2.0
 METRICS_SECONDS = 0.5
 """For so long what engines told of themselves is told again: anybody may ask, and to gather it
 takes milliseconds of the event loop."""
+LATE_ANSWER_SECONDS = 0.25
+"""How long an engine that is late is waited for where others answer, too."""
 MAX_HELD_BYTES = 4 * MAX_BODY_BYTES
 """Of all bodies that wait for an engine; one tenant has half of it where there are others."""
 MAX_KEYLESS_BYTES = 64 << 10
@@ -488,17 +490,43 @@ class Frontend:
         else:
             await exchange.answer(*held)
 
-    async def _ask_all(self, exchange: _Exchange) -> list[EngineAnswerParts]:
-        """The answers of all engines that take requests, without those that were lost. They are
-        asked side by side: where one hangs, the others have what they are told at once."""
-        asked = [self._whole_answer(exchange, member) for member in self._fleet.ready()]
-        answers: list[EngineAnswerParts] = []
-        for found in await asyncio.gather(*asked, return_exceptions=True):
-            if isinstance(found, BaseException):
-                raise found
-            if found is not None:
-                answers.append(found)
+    async def _ask_all(self, exchange: _Exchange) -> dict[str, EngineAnswerParts]:
+        """Name → answer of all engines that take requests and answer. They are asked side by side;
+        those that are late are not waited for, as long as there are others, but once one that hangs
+        goes on it reads what it was sent."""
+        members = self._fleet.ready()
+        all_late = all(member.state.late for member in members)
+        ask = self._whole_answer if all_late or len(members) == 1 else self._answer_unless_late
+        found = await asyncio.gather(
+            *(ask(exchange, member) for member in members), return_exceptions=True
+        )
+        answers: dict[str, EngineAnswerParts] = {}
+        for member, answer in zip(members, found, strict=True):
+            if isinstance(answer, BaseException):
+                raise answer
+            if answer is not None:
+                answers[member.address.name] = answer
         return answers
+
+    def _add_missing(self, exchange: _Exchange, answered: Collection[str]) -> None:
+        """Say which engines an answer knows nothing of."""
+        if missing := sorted(self._fleet.members.keys() - answered):
+            names = ", ".join(missing).encode("latin-1", "replace")
+            exchange.added.append((b"x-lookonce-missing", names))
+
+    async def _answer_unless_late(
+        self, exchange: _Exchange, member: Member
+    ) -> EngineAnswerParts | None:
+        """An engine's; None where it was lost, or is late."""
+        asked = asyncio.ensure_future(self._whole_answer(exchange, member))
+        try:
+            while not asked.done():
+                await asyncio.wait({asked}, timeout=LATE_ANSWER_SECONDS)
+                if not asked.done() and member.state.late:
+                    return None
+            return asked.result()
+        finally:
+            asked.cancel()
 
     async def _whole_answer(self, exchange: _Exchange, member: Member) -> EngineAnswerParts | None:
         """An engine's; None where it was lost."""
@@ -514,8 +542,10 @@ class Frontend:
     async def _broadcast(self, exchange: _Exchange) -> None:
         """To all engines; the first error is answered, else what all aborted."""
         aborting = exchange.path.endswith("abort_requests")
-        answers = await self._ask_all(exchange)
+        answered = await self._ask_all(exchange)
+        answers = [*answered.values()]
         held = next((each for each in answers if each[0] != 200), answers[-1] if answers else None)
+        self._add_missing(exchange, answered)
         aborted: list[str] = []
         if aborting:
             for status, _, body in answers:
@@ -535,9 +565,10 @@ class Frontend:
     async def _sum(self, exchange: _Exchange) -> None:
         """The figures of all engines that answer, added; the first error where none does."""
         answers = await self._ask_all(exchange)
-        good = [each for each in answers if each[0] == 200]
-        told: list[dict[str, Any]] = [msgspec.json.decode(body) for _, _, body in good]
-        held = good[-1] if good else answers[0] if answers else None
+        good = {name: each for name, each in answers.items() if each[0] == 200}
+        told: list[dict[str, Any]] = [msgspec.json.decode(each[2]) for each in good.values()]
+        held = next(iter((good or answers).values()), None)
+        self._add_missing(exchange, good or answers)
         if held is None:
             await exchange.refuse(503, "no_engine", "no engine takes requests now")
         elif told:
@@ -594,7 +625,9 @@ class Frontend:
         """A card of each model and adapter. One engine is asked, so that keys are checked."""
         members = self._fleet.ready()
         for asked in members:
-            answer = await self._whole_answer(exchange, asked)
+            is_last = asked is members[-1]
+            ask = self._whole_answer if is_last else self._answer_unless_late
+            answer = await ask(exchange, asked)
             if answer is None:
                 continue
             status, headers, body = answer

@@ -1514,14 +1514,56 @@ async def test_what_any_engine_can_tell_is_not_asked_of_one_that_hangs(
         assert [card["id"] for card in answer.json()["data"]] == ["nano"]
 
 
-async def test_an_abort_reaches_engines_while_another_one_hangs(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("POST", "/inference/v1/abort_requests"),
+        ("POST", "/reset_mm_cache"),
+        ("GET", "/load"),
+        ("GET", "/savings"),
+        ("GET", "/v1/models"),
+    ],
+)
+async def test_what_all_engines_are_asked_waits_for_none_that_hangs(
+    monkeypatch: pytest.MonkeyPatch, method: str, path: str, known: bool
 ) -> None:
+    """`known`: it is known to be late before they are asked; and what it was asked it reads once
+    it goes on."""
+    monkeypatch.setattr("lookonce.fleet.members.LATE_SECONDS", 0.3)
     monkeypatch.setattr("lookonce.fleet.members.PROBE_TIMEOUT", 60.0)
-    async with serving(FakeEngine("a"), FakeEngine("b"), FakeEngine("c")) as served:
-        served.named("b").stopped = True
-        body = {"request_ids": ["mine"]}
-        asked = asyncio.create_task(served.client.post("/inference/v1/abort_requests", json=body))
-        await served.until(lambda: served.named("a").received and served.named("c").received)
-        assert not asked.done()  # the third may be where it runs
-        asked.cancel()
+    told: dict[str, Any] = {"/load": {"server_load": 2}, "/savings": {"day": "2026-01-31"}}
+    told["/inference/v1/abort_requests"] = {"aborted": ["mine"]}
+
+    async def tell(engine: FakeEngine, request: Received, writer: asyncio.StreamWriter) -> None:
+        reply(writer, 200, told.get(request.target, {}))
+
+    async with serving(*(FakeEngine(name, answer=tell) for name in "abc")) as served:
+        engine, state = served.named("a"), served.fleet.router.engines["a"]
+        assert "x-lookonce-missing" not in (await served.client.get("/load")).headers
+        num_received = len(engine.received)
+        engine.stopped = True
+        if known:
+            await served.until(lambda: state.late)
+        body = {"request_ids": ["mine", "other"]} if path.endswith("requests") else None
+        answer = await served.client.request(method, path, json=body)
+        assert engine.stopped
+        assert state.late
+        assert answer.status_code == 200
+        if path == "/v1/models":
+            assert [card["id"] for card in answer.json()["data"]] == ["nano"]
+            return
+        assert answer.headers["x-lookonce-missing"] == "a"
+        if path == "/load":
+            assert answer.json() == {"server_load": 4}
+        engine.stopped = False
+        await served.until(lambda: len(engine.received) > num_received)
+        assert engine.received[-1].target == path
+
+
+async def test_engines_that_take_no_requests_are_told_to_be_missing() -> None:
+    async with serving(FakeEngine("a"), FakeEngine("b")) as served:
+        served.named("b").ready = False
+        await served.until(lambda: len(served.fleet.ready()) == 1)
+        answer = await served.client.post("/reset_prefix_cache")
+        assert answer.headers["x-lookonce-missing"] == "b"
