@@ -73,12 +73,14 @@ from lookonce.server.http.multipart import field_of
 from lookonce.server.http.request_guard import FILE_PATHS, FORM_TYPES, RequestGuard
 from lookonce.server.http.responses import (
     ANTHROPIC_PATHS,
+    UNNAMED_EVENTS,
     anthropic_error_of,
     encode,
     error_response,
     error_shape,
     error_type,
 )
+from lookonce.server.routes.responses_api.events import ErrorEvent
 from lookonce.types.held_bytes import HeldBytes, TenantBytes
 from lookonce.types.logs import current_request_id
 
@@ -104,6 +106,10 @@ MAX_USAGE_BYTES = 4096
 """At the end of an answer, where its usage is."""
 OTHER_EVENTS = 3
 """Of a stream: its first, which has no text, that with the reason of the end, and the last."""
+EVENT_END = b"\n\n"
+NAMED_EVENT = re.compile(rb"(?:\A|\n)event: ")
+"""Events of responses have names, as Anthropic's; those of completions have none."""
+SEQUENCE_NUMBER = re.compile(rb'"sequence_number"\s*:\s*(\d{1,9})')
 STORED_ID = re.compile(rb'"id"\s*:\s*"((?:resp|conv)_[^"]{1,200})"')
 STORED_PATH = re.compile(r"/v1/(?:responses|conversations)/((?:resp|conv)_[^/]+)(?:/.*)?")
 STORING_PATHS = frozenset({"/v1/responses", "/v1/conversations"})
@@ -899,6 +905,25 @@ def _adapter_name(body: bytes) -> str:
         return ""
 
 
+def _ending_with(error: bytes, last: bytes, path: str) -> bytes:
+    """The end of a stream as one server writes it where its engine dies. `error`: the body that a
+    whole answer would have; `last`: what was written last."""
+    gap = b"" if last.endswith(EVENT_END) else EVENT_END  # an event was cut off
+    if path in ANTHROPIC_PATHS:
+        return gap + b"event: error\ndata: " + error + EVENT_END
+    if not NAMED_EVENT.search(last):
+        return gap + b"data: " + error + EVENT_END + UNNAMED_EVENTS.end
+    told = msgspec.json.decode(error, type=ErrorResponse).error
+    numbers = SEQUENCE_NUMBER.findall(last)
+    event = ErrorEvent(
+        sequence_number=int(numbers[-1]) + 1 if numbers else 0,
+        code=told.code or told.type,
+        message=told.message,
+        param=told.param,
+    )
+    return gap + b"event: error\ndata: " + encode(event) + EVENT_END
+
+
 class _NamesAdapter(msgspec.Struct):
     lora_name: str
 
@@ -1080,8 +1105,8 @@ class _Exchange:
         if self.begun:
             if not self._streams:
                 raise _ClientLeft
-            name = b"event: error\n" if self.path in ANTHROPIC_PATHS else b""
-            await self.write(name + b"data: " + body + b"\n\n")
+            if not self._last.endswith(UNNAMED_EVENTS.end):  # else the engine was lost after it
+                await self.write(_ending_with(body, self._last, self.path))
             await self.end()
             return
         kept = [each for each in headers if each[0] != b"content-length"]

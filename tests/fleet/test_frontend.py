@@ -308,31 +308,64 @@ async def test_a_prompt_that_an_engine_refused_is_not_taken_for_computed() -> No
             assert response.headers["x-lookonce-route"].startswith("only; prompt 0/")
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages"])
-async def test_a_death_in_the_middle_ends_its_own_stream_with_an_error(path: str) -> None:
-    async def die_later(
-        engine: FakeEngine, request: Received, writer: asyncio.StreamWriter
-    ) -> None:
+def dying(*chunks: bytes) -> Answer:
+    """It streams these, and dies."""
+
+    async def die(engine: FakeEngine, request: Received, writer: asyncio.StreamWriter) -> None:
         begin_stream(writer)
-        send_chunk(writer, b"data: 1\n\n")
-        await writer.drain()
-        await died.wait()
+        for chunk in chunks:
+            send_chunk(writer, chunk)
+            await writer.drain()
+        await asyncio.sleep(0.1)  # so that they are read
         engine.kill()
 
-    died = asyncio.Event()
-    async with serving(FakeEngine("a", answer=die_later)) as served:
-        body = {"model": "nano", "prompt": "x", "stream": True}
-        async with served.client.stream("POST", path, json=body) as response:
-            lines = response.aiter_lines()
-            assert await anext(lines) == "data: 1"
-            died.set()
-            rest = [line async for line in lines if line]
-        told = json.loads(rest[-1].removeprefix("data: "))
-        if path == "/v1/messages":  # whose clients pass over events without a name
-            assert rest[-2] == "event: error"
-            assert told["error"]["type"] == "overloaded_error"
-        else:
-            assert told["error"]["code"] == "engine_dead"
+    return die
+
+
+async def rest_of(served: Served, path: str, body: dict[str, Any]) -> list[str]:
+    """Lines of a stream that are not empty."""
+    async with served.client.stream("POST", path, json=body | {"stream": True}) as response:
+        return [line async for line in response.aiter_lines() if line]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/invocations"])
+async def test_a_death_in_the_middle_ends_its_own_stream_with_an_error(path: str) -> None:
+    async with serving(FakeEngine("a", answer=dying(b"data: 1\n\n"))) as served:
+        first, error, done = await rest_of(served, path, {"model": "nano", "prompt": "x"})
+        assert first == "data: 1"
+        assert json.loads(error.removeprefix("data: "))["error"]["code"] == "engine_dead"
+        assert done == "data: [DONE]"
+
+
+async def test_anthropics_clients_pass_over_events_without_a_name() -> None:
+    event = b"event: ping\ndata: 1\n\n"
+    async with serving(FakeEngine("a", answer=dying(event))) as served:
+        *_, name, error = await rest_of(served, "/v1/messages", {"model": "nano"})
+        assert name == "event: error"
+        assert json.loads(error.removeprefix("data: "))["error"]["type"] == "overloaded_error"
+
+
+@pytest.mark.parametrize("path", ["/v1/responses", "/invocations"])
+async def test_a_response_ends_with_its_own_event_for_an_error(path: str) -> None:
+    event = b'event: response.created\ndata: {"sequence_number":%d}\n\n'
+    async with serving(FakeEngine("a", answer=dying(event % 7, event % 8))) as served:
+        *_, name, error = await rest_of(served, path, {"model": "nano", "input": "x"})
+        assert name == "event: error"
+        told = json.loads(error.removeprefix("data: "))
+        assert (told["type"], told["code"], told["sequence_number"]) == ("error", "engine_dead", 9)
+
+
+async def test_an_error_is_an_event_of_its_own_after_one_that_was_cut_off() -> None:
+    async with serving(FakeEngine("a", answer=dying(b"data: 1\n\ndata: 2"))) as served:
+        lines = await rest_of(served, "/v1/completions", {"model": "nano", "prompt": "x"})
+        assert lines[:2] == ["data: 1", "data: 2"]
+        assert json.loads(lines[2].removeprefix("data: "))["error"]["code"] == "engine_dead"
+
+
+async def test_a_stream_that_is_whole_ends_without_an_error_where_its_engine_dies() -> None:
+    async with serving(FakeEngine("a", answer=dying(b"data: 1\n\ndata: [DONE]\n\n"))) as served:
+        lines = await rest_of(served, "/v1/completions", {"model": "nano", "prompt": "x"})
+        assert lines == ["data: 1", "data: [DONE]"]
 
 
 @pytest.mark.parametrize("process", ["api", "engine"])
@@ -368,7 +401,7 @@ async def test_a_stopped_engine_is_given_up_and_taken_back_when_it_continues(
             waiting = await task
             rest = [line async for line in lines if line]
         assert waiting.json()["engine"] != first
-        assert json.loads(rest[-1].removeprefix("data: "))["error"]["code"] == "engine_dead"
+        assert json.loads(rest[-2].removeprefix("data: "))["error"]["code"] == "engine_dead"
         assert served.frontend.retried == 1
         assert [each.address.name for each in served.fleet.ready()] == [waiting.json()["engine"]]
         engine.stopped, engine.engine_silent = False, 0.0
