@@ -298,10 +298,11 @@ class DecodeShares:
                 self.set_aside += own[:limit]
                 limit = 0
             chosen.difference_update(own[limit:])
-            self._take_turns(own[:limit])
+            self.take_turns(own[:limit])
         return [sequence for sequence in decodes if sequence in chosen]
 
-    def _take_turns(self, decodes: Iterable[Sequence]) -> None:
+    def take_turns(self, decodes: Iterable[Sequence]) -> None:
+        """The step computes these: of their tenants' decodes they come last from now on."""
         for sequence in decodes:
             self._num_turns += 1
             sequence.decode_turn = self._num_turns
@@ -312,12 +313,10 @@ class DecodeShares:
         self.set_aside = [sequence for sequence in self.set_aside if sequence.block_ids]
 
     def beside_prompts(self, tenants: Iterable[str]) -> list[Sequence]:
-        """Of the decodes that were `set_aside` those that the step computes after all, since no
+        """Of the decodes that were `set_aside` those that the step may compute after all, since no
         tenant whose prompts it computes has used less. `tenants`: those whose prompts these are."""
         behind = self._behind(tenants)
-        decodes = [s for s in self.set_aside if s.request.tenant not in behind]
-        self._take_turns(decodes)
-        return decodes
+        return [s for s in self.set_aside if s.request.tenant not in behind]
 
     def note_done(
         self,

@@ -174,8 +174,8 @@ class Planner:
         if (most := shares.prompt_tokens) is not None:
             tokens = min(tokens, len(decodes) + most)
         step = StepPass(self.step_id + 1, tokens, self._max_encoder_rows)
-        if decodes or shares.set_aside:
-            self._grow_decodes([*decodes, *shares.set_aside])
+        if decodes:
+            self._grow_decodes(decodes)
         first = self._plan_first(step) if fairness.starved else None
         needy = None
         if first is None and self._queues.waiting:
@@ -230,14 +230,17 @@ class Planner:
 
         Afterwards every sequence that still decodes can compute its next token.
         """
-        block_size = self._state.block_pool.block_size
         for sequence in decodes:
-            if (
-                sequence.num_planned == len(sequence.block_ids) * block_size
-                and sequence.block_ids  # not preempted for one before it
-                and not self._state.try_grow(sequence, 1)
-            ):
+            # one without blocks was preempted for one before it
+            if sequence.block_ids and not self._try_grow_decode(sequence):
                 self._preemption.grow(sequence, 1)
+
+    def _try_grow_decode(self, sequence: Sequence) -> bool:
+        """Whether its next token has room: in its last block, or in one that is free."""
+        is_full = (
+            sequence.num_planned == len(sequence.block_ids) * self._state.block_pool.block_size
+        )
+        return not is_full or self._state.try_grow(sequence, 1)
 
     def _plan_first(self, step: StepPass) -> Sequence | None:
         """Plan for a starved sequence before all others. Returns the one that went first, if any.
@@ -279,10 +282,20 @@ class Planner:
         return len(scheduled)
 
     def _plan_set_aside(self, step: StepPass, prompts: list[ScheduledSequence]) -> None:
-        """Plan those of the decodes that were set aside which need not wait for these prompts."""
-        sequences = self._queues.sequences
+        """Plan those of the decodes that were set aside which need not wait for these prompts.
+
+        One that needs a block while none is free waits for a later step: its tenant has used more
+        than another one, whose sequence it might preempt. Only where the step would compute nothing
+        at all it gets the block as any decode does, so that every request finishes.
+        """
+        sequences, shares = self._queues.sequences, self.decode_shares
         tenants = {sequences[chunk.seq_id].request.tenant for chunk in prompts}
-        decodes = self.decode_shares.beside_prompts(tenants)
+        beside = shares.beside_prompts(tenants)
+        decodes = [sequence for sequence in beside if self._try_grow_decode(sequence)]
+        if beside and not (decodes or step.scheduled or step.encode):
+            self._grow_decodes(beside)
+            decodes = [sequence for sequence in beside if sequence.block_ids]
+        shares.take_turns(decodes)
         num_tokens = sum(chunk.num_tokens for chunk in step.scheduled)
         step.tokens = min(len(decodes), self._max_tokens - num_tokens)
         self._plan_decodes(decodes, step)

@@ -21,8 +21,10 @@ from lookonce.core.decode_shares import (
     StepTimes,
     row_limits,
 )
+from lookonce.core.request import Sequence
 from lookonce.types.request import GenerateRequest
 from lookonce.types.sampling import SamplingParams
+from lookonce.types.step import StepPlan
 from tests.support.core.builders import Limits, model_info, request, text
 from tests.support.core.engine import COUNTS_STEPS, Engine, StepCosts
 
@@ -299,6 +301,54 @@ def test_requests_of_three_tenants_beside_each_other_break_no_rule(seed: int) ->
         else:
             engine.now += random.choice([0.001, 0.1, 1])
     engine.run()
+
+
+def test_an_answer_that_was_set_aside_takes_no_blocks_of_another_tenant(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It waits for one that is free, and where nothing else can be computed, preempts as any."""
+    engine = Engine(replace(LIMITS, block_size=16))
+    pool = engine.scheduler._planner._state.block_pool
+    engine.add(answering("many", "many", 40, n=3))
+    for number in range(2):  # they hold more than "many" does: another one would take theirs
+        sampling = SamplingParams(max_tokens=14, ignore_eos=True)
+        long = request(f"one{number}", text(33, seed=number), sampling=sampling)
+        engine.add(msgspec.structs.replace(long, tenant="one"))
+    while len(engine.tokens) < 5:
+        engine.step()
+    set_aside_always(engine, "many", monkeypatch)
+    plan = engine.scheduler.plan
+
+    def plan_with_none_free() -> StepPlan | None:
+        held = pool.try_allocate(pool.num_free) or []
+        try:
+            return plan()
+        finally:
+            pool.release(held)
+
+    monkeypatch.setattr(engine.scheduler, "plan", plan_with_none_free)
+    while not {("one0", 0), ("one1", 0)} <= engine.ended.keys():
+        engine.step()
+        assert not engine.scheduler.stats()["num_preemptions_total"]
+    assert ("many", 0) not in engine.ended
+    while not engine.scheduler.stats()["num_preemptions_total"]:  # of its own tenant
+        engine.step()
+    monkeypatch.undo()
+    engine.run()
+    assert all(len(engine.tokens["many", index]) == 40 for index in range(3))
+
+
+def set_aside_always(engine: Engine, tenant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All decodes of a tenant are set aside in each step, and no prompt keeps them waiting."""
+    shares = engine.scheduler._planner.decode_shares
+
+    def choose(decodes: list[Sequence]) -> list[Sequence]:
+        shares.planned_at = engine.now
+        shares.set_aside = [s for s in decodes if s.request.tenant == tenant]
+        return [s for s in decodes if s.request.tenant != tenant]
+
+    monkeypatch.setattr(shares, "choose", choose)
+    monkeypatch.setattr(shares, "beside_prompts", lambda _: shares.set_aside)
 
 
 def test_answers_go_on_beside_prompts_of_their_tenant_that_nothing_holds_back() -> None:
