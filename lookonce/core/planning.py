@@ -292,7 +292,7 @@ class Planner:
         tenants = {sequences[chunk.seq_id].request.tenant for chunk in prompts}
         beside = shares.beside_prompts(tenants)
         decodes = [sequence for sequence in beside if self._try_grow_decode(sequence)]
-        if beside and not (decodes or step.scheduled or step.encode):
+        if beside and not (decodes or step.scheduled or step.encode or self.is_ahead):
             self._grow_decodes(beside)
             decodes = [sequence for sequence in beside if sequence.block_ids]
         shares.take_turns(decodes)
