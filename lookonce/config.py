@@ -92,6 +92,7 @@ OPTION_RANGES = {
     "header_timeout": _SECONDS,
     "body_timeout": _SECONDS,
     "keep_alive_timeout": _SECONDS,
+    "drain_timeout": Range(0, 1_000_000),
     "otlp_sample_ratio": Range(0, 1),
     "max_loras": Range(1, 1_024),
     "max_lora_rank": Range(1, 4_096),
@@ -366,6 +367,7 @@ class ServerConfig:
     """What a proxy puts before every path: `/models/a`; empty: nothing."""
     request_log: RequestLogConfig | None = None
     drain_timeout: float = 30.0
+    """Seconds that requests have to end once the server is told to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -516,6 +518,7 @@ class Options:
     events: str | None = None
     closed_schemas: bool = True
     root_path: str = ""
+    drain_timeout: float = 30.0
     response_store: str | None = None
     response_store_gb: float = 0.25
     response_store_ttl: float = 30 * 86_400.0
@@ -610,6 +613,7 @@ def resolve(options: Options) -> Config:
             closed_schemas=options.closed_schemas,
             root_path=_root_path(options.root_path),
             request_log=_request_log(options.request_log),
+            drain_timeout=options.drain_timeout,
         ),
         channel=ChannelConfig(address=_socket_path(), stall_timeout=options.engine_stall_timeout),
         logs=LogConfig(

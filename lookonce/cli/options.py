@@ -126,6 +126,7 @@ HELP: dict[str, str] = {
     "request_log": "Append a line of JSON for each request to this file, without contents, for "
     "lookonce simulate.",
     "root_path": "What a proxy puts before every path: /models/a.",
+    "drain_timeout": "Seconds that requests have to end after SIGTERM or Ctrl-C.",
 }
 """One line per field of `Options`."""
 
@@ -140,6 +141,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "allowed_origins",
         "forwarded_allow_ips",
         "root_path",
+        "drain_timeout",
         "ssl_certfile",
         "ssl_keyfile",
         "strict_requests",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -76,6 +76,20 @@ def listen_options(host: str | None, folder: str, peers: Iterable[str] = ()) -> 
     return "--host", host, "--port", "0", "--max-connections-per-address", most, *named
 
 
+def engine_arguments(
+    config: FleetConfig, group: EngineGroup, listens: Sequence[str], events: str
+) -> list[str]:
+    """Of `lookonce serve`, for one engine. `listens`: as `listen_options` tells; `events`: of its
+    `--events`."""
+    keys = ("--api-key-file", config.api_key_file) if config.api_key_file else ()
+    return [
+        *(group.model, "--served-model-name", group.name),
+        *(*listens, "--events", events, *keys),
+        *("--drain-timeout", f"{config.drain_timeout:g}"),
+        *group.options,
+    ]
+
+
 class FleetConfig(msgspec.Struct, frozen=True, kw_only=True):
     """All of a fleet. It travels to Ray's workers as plain values."""
 
@@ -91,8 +105,8 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True):
     address: str | None = None
     """Of a Ray cluster; None: one on this machine, started here."""
     drain_timeout: float = 30.0
-    """Seconds, and 10 to 20 more, after which an engine or a front-end that is removed is killed.
-    By itself each gives its requests 30 s to end."""
+    """Seconds that requests have to end at an engine or a front-end that is removed, or where the
+    fleet ends. What does not end 10 to 20 s later is killed."""
     forwarded_allow_ips: tuple[str, ...] = ()
     """Proxies before the front-ends whose `X-Forwarded-For` tells the client."""
     log_format: str = "text"
@@ -106,6 +120,7 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True):
             port=self.port,
             api_key_file=self.api_key_file,
             forwarded_allow_ips=self.forwarded_allow_ips,
+            drain_timeout=self.drain_timeout,
             log_format=self.log_format,
             log_level=self.log_level,
         )

@@ -54,6 +54,7 @@ from lookonce.fleet.config import (
     EngineGroup,
     FleetConfig,
     RenderedModel,
+    engine_arguments,
     listen_options,
     rendered_models,
 )
@@ -90,6 +91,8 @@ SILENT_CHECKS = 3
 UNHEALTHY_SECONDS = 600.0
 """How long an engine's server may answer that it is unhealthy: it replaces an engine process that
 hangs, after twice `--engine-stall-timeout`, and one that has ended, by itself."""
+KILL_SECONDS = 20.0
+"""After the drain timeout: then Ray kills a replica that has not ended."""
 SERVING = re.compile(r"^Serving .* on (?:http://)?(\S+)$")
 ENGINE, FRONTEND = "Engine", "Frontend"
 
@@ -132,10 +135,8 @@ class Engine:
         peers = () if local else _machines()
         listens = listen_options(None if local else host, self._folder.name, peers)
         line = [
-            *(sys.executable, "-m", "lookonce.cli.main", "serve", self._group.model),
-            *("--served-model-name", self._group.name, *listens, "--events", events),
-            *(("--api-key-file", config.api_key_file) if config.api_key_file else ()),
-            *self._group.options,
+            *(sys.executable, "-m", "lookonce.cli.main", "serve"),
+            *engine_arguments(config, self._group, listens, events),
         ]
         self._process = subprocess.Popen(
             line,
@@ -368,7 +369,7 @@ def application(config: FleetConfig) -> Any:
     common: dict[str, Any] = {
         "health_check_period_s": HEALTH_SECONDS,
         "health_check_timeout_s": 30.0,
-        "graceful_shutdown_timeout_s": config.drain_timeout + 20.0,
+        "graceful_shutdown_timeout_s": config.drain_timeout + KILL_SECONDS,
         "graceful_shutdown_wait_loop_s": 0.5,
     }
     handles = {}
@@ -487,8 +488,15 @@ class RunningFleet:
             drained.results(timeout_s=self.config.drain_timeout + 10.0, return_exceptions=True)
         except (RayError, RayServeException, TimeoutError) as error:
             logger.warning("front-ends end without draining: %s", error)
-        with contextlib.suppress(Exception):
-            serve.delete(APPLICATION)
+        with contextlib.suppress(RayError, RayServeException):
+            serve.delete(APPLICATION, _blocking=False)  # it would give up after 60 s
+            self._wait_deleted()
         if self._local:
             serve.shutdown()
         ray.shutdown()
+
+    def _wait_deleted(self) -> None:
+        """Until all replicas have ended; Ray kills those that take too long."""
+        deadline = time.monotonic() + self.config.drain_timeout + KILL_SECONDS + 10.0
+        while APPLICATION in serve.status().applications and time.monotonic() < deadline:
+            time.sleep(0.1)

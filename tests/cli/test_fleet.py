@@ -15,7 +15,7 @@ from lookonce.cli import fleet
 from lookonce.cli.fleet import fleet_of, read_fleet, run_fleet
 from lookonce.config import Options, resolve
 from lookonce.errors import ConfigError
-from lookonce.fleet.config import listen_options, rendered_models
+from lookonce.fleet.config import engine_arguments, listen_options, rendered_models
 from lookonce.types.logs import LogConfig
 
 EXAMPLE = Path(__file__).parents[2] / "deploy/kubernetes/fleet/lookonce-fleet.yaml"
@@ -182,6 +182,25 @@ def test_front_ends_believe_the_proxies_that_the_file_names(tmp_path: Path) -> N
     assert config.forwarded_allow_ips == ("10.0.0.0/8",)
     with pytest.raises(ConfigError, match="--forwarded-allow-ips"):
         read_fleet(written(tmp_path, "forwarded_allow_ips: [proxy.example.org]\n"), {})
+
+
+@pytest.mark.parametrize("seconds", [0, 7.5, 3600])
+def test_its_drain_timeout_is_that_of_front_ends_and_engines(
+    tmp_path: Path, seconds: float
+) -> None:
+    config = read_fleet(written(tmp_path, f"drain_timeout: {seconds}\n"), {})
+    assert resolve(config.frontend_options()).server.drain_timeout == seconds
+    line = engine_arguments(config, config.groups[0], (), "ipc:///events")
+    given = dict(itertools.pairwise(line))
+    assert float(given["--drain-timeout"]) == seconds
+
+
+@pytest.mark.parametrize(
+    "text", ["drain_timeout: -1\n", "models: [{model: nano, options: {drain-timeout: 3}}]\n"]
+)
+def test_a_drain_timeout_that_cannot_be_is_named(tmp_path: Path, text: str) -> None:
+    with pytest.raises(ConfigError, match="drain-timeout"):
+        read_fleet(written(tmp_path, text), {})
 
 
 def test_it_says_how_front_ends_write_their_log(tmp_path: Path) -> None:

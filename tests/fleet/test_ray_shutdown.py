@@ -34,6 +34,22 @@ def started(folder: Path, **fields: Any) -> LiveServer:
     return LiveServer(str(file), command="fleet", env={"RAY_USAGE_STATS_ENABLED": "0"})
 
 
+def test_what_runs_longer_than_the_drain_timeout_of_the_file_is_cut_off(tmp_path: Path) -> None:
+    fleet = started(tmp_path, drain_timeout=0.5)
+    try:
+        with httpx.stream("POST", f"{fleet.url}/v1/completions", json=STREAM) as response:
+            lines = response.iter_lines()
+            next(lines)
+            fleet.process.send_signal(signal.SIGTERM)
+            rest = [line for line in lines if line]
+        error, done = rest[-2:]
+        assert json.loads(error.removeprefix("data: "))["error"]["code"] == "draining"
+        assert done == "data: [DONE]"
+        assert fleet.process.wait(60) == 0
+    finally:
+        fleet.stop()
+
+
 def test_sigterm_makes_it_unready_at_once_and_what_runs_ends(tmp_path: Path) -> None:
     fleet = started(tmp_path)
     try:
