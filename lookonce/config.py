@@ -347,6 +347,8 @@ class ServerConfig:
     """Origins of web pages that may use this server; `*`: every one."""
     forwarded_allow_ips: tuple[str, ...] = ()
     """Peers whose `X-Forwarded-For` tells the client: addresses, networks, `unix`, `*`."""
+    behind_frontends: bool = False
+    """These peers are front-ends of a fleet, which audit themselves what they keep back."""
     ssl_certfile: str | None = None
     """A PEM file's path; None: no TLS."""
     ssl_keyfile: str | None = None
@@ -456,6 +458,7 @@ class Options:
     allowed_hosts: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
     forwarded_allow_ips: tuple[str, ...] = ()
+    behind_frontends: bool = False
     ssl_certfile: str | None = None
     ssl_keyfile: str | None = None
     max_connections: int = 4096
@@ -580,6 +583,7 @@ def resolve(options: Options) -> Config:
             allowed_hosts=tuple(map(_host_pattern, options.allowed_hosts)),
             allowed_origins=tuple(map(_origin, options.allowed_origins)),
             forwarded_allow_ips=tuple(map(_forwarding_peer, options.forwarded_allow_ips)),
+            behind_frontends=options.behind_frontends,
             ssl_certfile=options.ssl_certfile,
             ssl_keyfile=_checked_ssl_keyfile(options),
             connections=ConnectionConfig(

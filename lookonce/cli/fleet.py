@@ -36,7 +36,7 @@ OWN_OPTIONS = frozenset(
     {
         *("model", "host", "port", "uds", "events", "api_key", "api_key_file"),
         *("served_model_name", "ssl_certfile", "ssl_keyfile", "root_path", "allowed_origins"),
-        *("forwarded_allow_ips", "drain_timeout"),
+        *("forwarded_allow_ips", "behind_frontends", "drain_timeout"),
     }
 )
 """Of `lookonce serve`; a fleet sets them itself, or does not have them."""

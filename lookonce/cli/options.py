@@ -35,6 +35,8 @@ HELP: dict[str, str] = {
     "comma-separated or repeated.",
     "forwarded_allow_ips": "Proxies whose X-Forwarded-For tells the client, for the audit: "
     "addresses, networks, unix (whoever reaches --uds) or *; comma-separated or repeated.",
+    "behind_frontends": "The proxies of --forwarded-allow-ips are front-ends of a fleet, which "
+    "audit refusals that they keep back from clients; lookonce fleet sets it.",
     "ssl_certfile": "Serve HTTPS with this certificate, a PEM file.",
     "ssl_keyfile": "The certificate's key, where it is not in --ssl-certfile.",
     "max_connections": "Connections that one API process holds open.",
@@ -140,6 +142,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "allowed_hosts",
         "allowed_origins",
         "forwarded_allow_ips",
+        "behind_frontends",
         "root_path",
         "drain_timeout",
         "ssl_certfile",
@@ -238,7 +241,7 @@ ENGINE_OPTIONS = (
 """The options of `lookonce chat`."""
 
 RENDER_OPTIONS = (
-    *(name for name in GROUPS["server"] if name != "api_processes"),
+    *(name for name in GROUPS["server"] if name not in ("api_processes", "behind_frontends")),
     "api_key",
     "api_key_file",
     *GROUPS["connections"],

@@ -85,7 +85,7 @@ def engine_arguments(
     return [
         *(group.model, "--served-model-name", group.name),
         *(*listens, "--events", events, *keys),
-        *("--drain-timeout", f"{config.drain_timeout:g}"),
+        *("--behind-frontends", "--drain-timeout", f"{config.drain_timeout:g}"),
         *group.options,
     ]
 

@@ -19,7 +19,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 from urllib.parse import parse_qs
 
 import msgspec
@@ -64,10 +64,10 @@ from lookonce.fleet.members import (
 from lookonce.fleet.metrics import engines_families, fleet_families
 from lookonce.fleet.router import NoEngineError, Route
 from lookonce.frontend.responses import ErrorBody, ErrorResponse
-from lookonce.server.audit import audit, audit_refusal
+from lookonce.server.audit import audit, audit_refusal, named_param
 from lookonce.server.http.api_keys import KeyRing, Principal
 from lookonce.server.http.connections import WRITE_NOW
-from lookonce.server.http.forwarded import FORWARDED_FOR, ForwardedClients
+from lookonce.server.http.forwarded import AUDITED, FORWARDED_FOR, ForwardedClients
 from lookonce.server.http.headers import header
 from lookonce.server.http.multipart import field_of
 from lookonce.server.http.request_guard import FILE_PATHS, FORM_TYPES, RequestGuard
@@ -146,14 +146,17 @@ MODEL_PATH = "/v1/models/"
 UNCOUNTED_PATHS = frozenset({"/health", "/ping", "/ready", "/metrics"})
 """Probes and collectors, whose answers are not counted, as those of `lookonce serve` are not."""
 OWN_PATHS = UNCOUNTED_PATHS | {"/fleet"}
+Statuses: TypeAlias = Collection[int | str]
+ALL_REFUSALS: Statuses = ("*",)
+"""In the place of each of their statuses."""
 CLIENT_LEFT_STATUS = 499
 SHUTTING_DOWN = "the server is shutting down; send the request elsewhere"
 CUT_OFF = "the server shuts down: this is cut off"
 ORIGIN = re.compile(rb"\Ahttps?://[^/]*")
 REFUSAL_HEADERS = frozenset({"content-type", "www-authenticate", "retry-after", "x-request-id"})
 """Of an engine's answer to a WebSocket's handshake that it refuses, which clients get."""
-NOT_SENT_ON = frozenset({b"origin", b"x-request-id", FORWARDED_FOR})
-"""Of a client's headers: the front-end's own come in the place of the last two."""
+NOT_SENT_ON = frozenset({b"origin", b"x-request-id", FORWARDED_FOR, AUDITED})
+"""Of a client's headers: the front-end's own come in the place of the last three."""
 SENT_ON_TO_WEBSOCKETS = frozenset({b"authorization", b"x-api-key", b"openai-beta"})
 """Of a client's headers, with the handshake."""
 METRICS_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
@@ -298,7 +301,7 @@ class Frontend:
         """Whether it was answered here."""
         if self._rendering is None:
             return False
-        headers = exchange.sent_on(exchange.request_id)
+        headers = exchange.sent_on(exchange.request_id, ALL_REFUSALS)
         receive, send = exchange.receive, exchange.send
         return await self._rendering.answer(
             exchange.scope, receive, send, lambda: exchange.content, headers
@@ -393,7 +396,7 @@ class Frontend:
     async def _no_engine(self, exchange: _Exchange, identity: Identity, failed: set[str]) -> None:
         if exchange.held is not None:
             held, exchange.held = exchange.held, None
-            await exchange.answer(*held)
+            await exchange.answer_kept_back(*held)
             return
         known = self._fleet.router.models()
         if identity.model is not None and known and identity.model not in known:
@@ -431,17 +434,16 @@ class Frontend:
         """As `_forward`; `held`: keys of pictures that are sent by their names. Raises
         `_NotHeldError` where the engine does not hold one of these any more."""
         began = time.monotonic()
-        async with exchange.asking(member, request_id, held=held) as answer:
+        kept_back: set[int | str] = {*RETRIED_STATUSES}
+        if held or any(medium.bare for medium in route.identity.media):
+            kept_back.add(422)
+        if route.identity.stored is not None and route.reason != "stored":
+            kept_back.add(404)
+        async with exchange.asking(member, request_id, held=held, kept_back=kept_back) as answer:
             if answer.status == 422 and held:
                 await answer.body()
                 raise _NotHeldError
-            unknown = answer.status == 422 and any(m.bare for m in route.identity.media)
-            unknown |= (
-                answer.status == 404
-                and route.identity.stored is not None
-                and route.reason != "stored"
-            )
-            if unknown or answer.status in RETRIED_STATUSES:
+            if answer.status in kept_back:
                 exchange.held = answer.status, answer.headers, await answer.body()
                 return False
             exchange.added += [
@@ -483,7 +485,7 @@ class Frontend:
         members = sorted(self._fleet.ready(), key=lambda each: each.state is not known)
         held: EngineAnswerParts | None = None
         for member in members:
-            answer = await self._whole_answer(exchange, member)
+            answer = await self._whole_answer(exchange, member, kept_back={404})
             if answer is None:
                 continue
             held = answer
@@ -493,18 +495,22 @@ class Frontend:
                 break
         if held is None:
             await exchange.refuse(503, "no_engine", "no engine takes requests now")
+        elif held[0] == 404:
+            await exchange.answer_kept_back(*held)
         else:
             await exchange.answer(*held)
 
     async def _ask_all(self, exchange: _Exchange) -> dict[str, EngineAnswerParts]:
-        """Name → answer of all engines that take requests and answer. They are asked side by side;
+        """Name → answer of all engines that take requests and answer, refusals too, which they do
+        not audit. They are asked side by side;
         those that are late are not waited for, as long as there are others, but once one that hangs
         goes on it reads what it was sent."""
         members = self._fleet.ready()
         all_late = all(member.state.late for member in members)
         ask = self._whole_answer if all_late or len(members) == 1 else self._answer_unless_late
         found = await asyncio.gather(
-            *(ask(exchange, member) for member in members), return_exceptions=True
+            *(ask(exchange, member, kept_back=ALL_REFUSALS) for member in members),
+            return_exceptions=True,
         )
         answers: dict[str, EngineAnswerParts] = {}
         for member, answer in zip(members, found, strict=True):
@@ -521,10 +527,10 @@ class Frontend:
             exchange.added.append((b"x-lookonce-missing", names))
 
     async def _answer_unless_late(
-        self, exchange: _Exchange, member: Member
+        self, exchange: _Exchange, member: Member, *, kept_back: Statuses = ()
     ) -> EngineAnswerParts | None:
-        """An engine's; None where it was lost, or is late."""
-        asked = asyncio.ensure_future(self._whole_answer(exchange, member))
+        """As `_whole_answer`, and None where the engine is late."""
+        asked = asyncio.ensure_future(self._whole_answer(exchange, member, kept_back=kept_back))
         try:
             while not asked.done():
                 await asyncio.wait({asked}, timeout=LATE_ANSWER_SECONDS)
@@ -534,10 +540,14 @@ class Frontend:
         finally:
             asked.cancel()
 
-    async def _whole_answer(self, exchange: _Exchange, member: Member) -> EngineAnswerParts | None:
-        """An engine's; None where it was lost."""
+    async def _whole_answer(
+        self, exchange: _Exchange, member: Member, *, kept_back: Statuses = ()
+    ) -> EngineAnswerParts | None:
+        """An engine's; None where it was lost. `kept_back`: statuses of refusals that it does not
+        audit."""
         try:
-            async with exchange.asking(member, exchange.request_id) as answer:
+            asking = exchange.asking(member, exchange.request_id, kept_back=kept_back)
+            async with asking as answer:
                 return answer.status, answer.headers, await answer.body()
         except EngineLostError:
             if exchange.left:
@@ -566,7 +576,7 @@ class Frontend:
         elif held[0] == 200 and aborting:
             await exchange.answer(200, held[1], msgspec.json.encode({"aborted": aborted}))
         else:
-            await exchange.answer(*held)
+            await exchange.answer_kept_back(*held)
 
     async def _sum(self, exchange: _Exchange) -> None:
         """The figures of all engines that answer, added; the first error where none does."""
@@ -580,7 +590,7 @@ class Frontend:
         elif told:
             await exchange.answer(200, held[1], msgspec.json.encode(_added(told)))
         else:
-            await exchange.answer(*held)
+            await exchange.answer_kept_back(*held)
 
     async def _change_adapters(self, exchange: _Exchange, body: bytes) -> None:
         """To all engines, whether or not the client stays: otherwise some would have it, and others
@@ -590,7 +600,7 @@ class Frontend:
         answers: list[EngineAnswerParts] = []
         changed: list[Member] = []
         asked: list[Member] = []
-        headers = exchange.sent_on(exchange.request_id)
+        headers = exchange.sent_on(exchange.request_id, ALL_REFUSALS)
         # also those that become ready meanwhile
         while member := next((each for each in self._fleet.ready() if each not in asked), None):
             asked.append(member)
@@ -611,7 +621,8 @@ class Frontend:
         if not meant:
             await exchange.refuse(503, "no_engine", "no engine takes requests now")
             return
-        await exchange.answer(*next((each for each in meant if each[0] != 200), meant[0]))
+        told = next((each for each in meant if each[0] != 200), meant[0])
+        await exchange.answer_kept_back(*told)
 
     def _note_loaded(self, name: str, changed: Sequence[Member], body: bytes) -> None:
         """Engines of the same models that start later load it, too."""
@@ -924,6 +935,24 @@ def _ending_with(error: bytes, last: bytes, path: str) -> bytes:
     return gap + b"event: error\ndata: " + encode(event) + EVENT_END
 
 
+class _Told(msgspec.Struct):
+    """What of an error is audited."""
+
+    code: str | None = None
+    param: str | None = None
+
+
+class _Refusal(msgspec.Struct):
+    error: _Told
+
+
+def _refusal_told(body: bytes) -> _Told:
+    """Nothing, where the body does not say so: Anthropic's, or an adapter's line of text."""
+    with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):
+        return msgspec.json.decode(body, type=_Refusal).error
+    return _Told()
+
+
 class _NamesAdapter(msgspec.Struct):
     lora_name: str
 
@@ -985,11 +1014,13 @@ class _Exchange:
         raw = self.scope.get("raw_path") or self.path.encode()
         return raw.decode("latin-1") + (f"?{query}" if query else "")
 
-    def sent_on(self, request_id: str) -> Headers:
-        """The headers that engines get."""
+    def sent_on(self, request_id: str, kept_back: Statuses = ()) -> Headers:
+        """The headers that engines get; `kept_back`: statuses of refusals that they do not
+        audit."""
         kept = [each for each in self.scope["headers"] if each[0] not in NOT_SENT_ON]
         named = (b"x-request-id", request_id.encode("latin-1"))
-        return [*kept, named, *_client_header(self.scope)]
+        audited = [(AUDITED, " ".join(sorted(map(str, kept_back))).encode())]
+        return [*kept, named, *_client_header(self.scope), *(audited if kept_back else ())]
 
     async def receive(self) -> Message:
         """For whoever answers in the place of an engine."""
@@ -1025,11 +1056,16 @@ class _Exchange:
 
     @contextlib.asynccontextmanager
     async def asking(
-        self, member: Member, request_id: str, *, held: Collection[int] = ()
+        self,
+        member: Member,
+        request_id: str,
+        *,
+        held: Collection[int] = (),
+        kept_back: Statuses = (),
     ) -> AsyncIterator[EngineAnswer]:
         """The engine's answer to `content`, in which pictures whose keys are in `held` are named. A
-        client that leaves meanwhile ends it (`_ClientLeft`)."""
-        headers = self.sent_on(request_id)
+        client that leaves meanwhile ends it (`_ClientLeft`). `kept_back`: as in `sent_on`."""
+        headers = self.sent_on(request_id, kept_back)
         sent = body_with_names(self.content, [each for each in self.pictures if each.key in held])
         answer: EngineAnswer = await self._unless_left(
             member.client.request(self.method, self.target, headers, sent)
@@ -1115,6 +1151,15 @@ class _Exchange:
         await self._start(status, kept)
         self._ended = True
         await self._send({"type": "http.response.body", "body": body})
+
+    async def answer_kept_back(self, status: int, headers: Headers, body: bytes) -> None:
+        """A whole answer of an engine which did not audit it, if it is a refusal."""
+        if status >= 400:
+            told = _refusal_told(body)
+            audit(
+                "refused", self.scope, status=status, code=told.code, param=named_param(told.param)
+            )
+        await self.answer(status, headers, body)
 
     async def refuse(self, status: int, code: str, message: str, param: str | None = None) -> None:
         if status != 500 and not self.begun:

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("lookonce.audit")
 MAX_PARAM = 80
+AUDITED_ELSEWHERE = "audited_elsewhere"
+"""In a request's state: statuses of refusals that the front-end who sent it audits itself; `*`:
+all."""
+NO_STATUSES: frozenset[str] = frozenset()
 _NOT_IN_NAMES = re.compile(r"[^\w.\[\]-]+")
 
 
@@ -41,6 +45,12 @@ def audit(event: str, scope: Scope, **fields: Any) -> None:
 
 
 def audit_refusal(scope: Scope, error: LookOnceError) -> None:
+    if (
+        not scope["state"]
+        .get(AUDITED_ELSEWHERE, NO_STATUSES)
+        .isdisjoint(("*", str(http_status(error))))
+    ):
+        return
     param = getattr(error, "param", None)
     audit(
         "refused",
@@ -48,8 +58,13 @@ def audit_refusal(scope: Scope, error: LookOnceError) -> None:
         status=http_status(error),
         error=type(error).__name__,
         code=getattr(error, "code", None),
-        param=None if param is None else _NOT_IN_NAMES.sub("_", str(param))[:MAX_PARAM],
+        param=named_param(param),
     )
+
+
+def named_param(param: object) -> str | None:
+    """The name of the part at fault, as a line has it."""
+    return None if param is None else _NOT_IN_NAMES.sub("_", str(param))[:MAX_PARAM]
 
 
 def route_of(scope: Scope) -> str:

@@ -1519,6 +1519,28 @@ async def test_what_the_front_end_refuses_itself_is_in_its_audit(
     ]
 
 
+async def test_a_refusal_that_another_engine_makes_good_is_in_nobodys_audit(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Engines are told which refusals are kept back, and by nobody else."""
+    caplog.set_level("INFO", logger="lookonce.audit")
+
+    async def drain(engine: FakeEngine, request: Received, writer: asyncio.StreamWriter) -> None:
+        reply(writer, 503, {"error": {"code": "draining"}})
+
+    async with serving(FakeEngine("a", answer=failing("a", drain)), FakeEngine("b")) as served:
+        served.client.headers["x-lookonce-audited"] = "*"
+        assert (await served.ask(prompt_cache_key="one")).status_code == 200
+        assert (await served.ask(prompt_cache_key="two")).status_code == 200
+        sent = {each.headers["x-lookonce-audited"] for e in served.engines for each in e.received}
+        assert sent == {"502 503"}
+        assert not caplog.records
+        served.named("b").answer = drain
+        assert (await served.ask()).status_code == 503
+    (line,) = (record.__dict__ for record in caplog.records if record.name == "lookonce.audit")
+    assert (line["event"], line["status"], line["code"]) == ("refused", 503, "draining")
+
+
 async def test_engines_are_told_who_asks_and_not_who_somebody_claims_to_be() -> None:
     async with serving(FakeEngine("a")) as served:
         served.client.headers["x-forwarded-for"] = "6.6.6.6"

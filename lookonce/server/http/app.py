@@ -193,7 +193,10 @@ class Application(Starlette):
         self.paths = frozenset(path for path in paths if "{" not in path)
         """Paths that the log may name."""
         self._middleware = RequestMiddleware(services, routes, self.router, websockets)
-        self._forwarded = ForwardedClients(services.config.server.forwarded_allow_ips)
+        config = services.config.server
+        self._forwarded = ForwardedClients(
+            config.forwarded_allow_ips, behind_frontends=config.behind_frontends
+        )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope["app"] = self
