@@ -1019,8 +1019,8 @@ def load_certificate(context: ssl.SSLContext, certfile: str, keyfile: str | None
 def parse_events(text: str) -> EventsConfig:
     """`tcp://HOST:PORT` or `ipc://PATH`, then `?topic=…&form=array|map&replay=ADDRESS&only=kv`.
 
-    Replay is by default at the next port, or at the path with `.replay`. Raises `ConfigError`,
-    also without pyzmq.
+    Replay is by default at the next port, or at the path with `.replay`. Raises
+    `ConfigError`.
     """
     address, _, query = text.partition("?")
     given = dict(parse_qsl(query, keep_blank_values=True))
@@ -1038,8 +1038,6 @@ def parse_events(text: str) -> EventsConfig:
         )
     if topic in (ENCODER_TOPIC, ITEM_TOPIC, ENGINE_TOPIC):
         raise ConfigError(f"--events: the topic {topic!r} is that of other events")
-    if find_spec("zmq") is None:
-        raise ConfigError("--events needs the optional extra: pip install 'lookonce[events]'")
     return EventsConfig(address, replay, topic, form, blocks_only=only == "kv")
 
 

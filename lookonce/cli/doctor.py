@@ -35,7 +35,7 @@ EXTRAS = (
     ("documents", "pypdfium2", "reading PDF files"),
     ("film", "av", "reading films"),
     ("gguf", "gguf", "reading GGUF"),
-    ("events", "pyzmq", "publishing events of the caches"),
+    ("events", "pyzmq", "reading events of the caches"),
     ("otel", "opentelemetry-sdk", "sending traces"),
     ("fleet", "ray", "serving a fleet"),
 )

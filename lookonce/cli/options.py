@@ -116,7 +116,7 @@ HELP: dict[str, str] = {
     "log_format": "text, or json: one JSON object a line.",
     "otlp_endpoint": "Send traces and metrics to this OTLP/HTTP collector: http://host:4318.",
     "events": "Publish what the caches gain and lose on ZMQ, KV blocks as vLLM does: "
-    "tcp://HOST:PORT or ipc://PATH, and replay at the next port; needs lookonce[events].",
+    "tcp://HOST:PORT or ipc://PATH, and replay at the next port.",
     "otlp_sample_ratio": "Share of requests that are traced, where their sender does not say.",
     "log_level": "debug (a line per request), info, warning or error.",
     "closed_schemas": "Objects of JSON schemas have no keys but their properties, unless "

@@ -26,8 +26,8 @@ from lookonce.config import ENCODER_TOPIC, ENGINE_TOPIC, ITEM_TOPIC, EventsConfi
 from lookonce.engine.process.cache_events import (
     MAX_REPLAYS,
     MAX_SNAPSHOT_CHANGES,
-    REPLAY_SAVED_SECONDS,
     REPLAY_SHARE,
+    SAVED_SECONDS,
     Change,
     Cleared,
     Computed,
@@ -42,6 +42,7 @@ from lookonce.engine.process.cache_events import (
     _Replays,
     to_events,
 )
+from lookonce.engine.process.zmtp import Client
 from lookonce.errors import ConfigError
 from lookonce.fleet.subscriber import EngineLoad, PromptComputed, TopicReader
 from lookonce.types.lora import LoRAIdentity
@@ -680,7 +681,7 @@ def test_a_flood_of_requests_takes_a_share_of_the_time_and_keeps_nobody_waiting(
     clock = time.pthread_getcpuclockid(publisher._threads[1].ident or 0)
     flood = subprocess.Popen([sys.executable, "-c", FLOOD, addresses[1], ITEM_TOPIC])
     try:
-        eventually(lambda: time.clock_gettime(clock) > 2 * REPLAY_SAVED_SECONDS, 60.0)
+        eventually(lambda: time.clock_gettime(clock) > 2 * SAVED_SECONDS, 60.0)
         began, used = time.monotonic(), time.clock_gettime(clock)
         with zmq.Context() as context, context.socket(zmq.DEALER) as asks:
             asks.connect(f"tcp://127.0.0.9:0;127.0.0.1:{port}")
@@ -704,12 +705,14 @@ def test_a_flood_of_requests_takes_a_share_of_the_time_and_keeps_nobody_waiting(
 
 def test_of_many_clients_those_of_the_address_that_has_most_lose_their_answers() -> None:
     replays = _Replays()
-    replays.add("one", b"honest", iter([(b"1", b"a")]))
-    for number in range(MAX_REPLAYS + 9):
-        replays.add("many", b"%d" % number, iter([(b"1", b"b")]))
+    with socket.socket() as unused:
+        honest = Client(unused, "one", 0.0)
+        others = [Client(unused, "many", 0.0) for _ in range(MAX_REPLAYS + 9)]
+    for client in (honest, *others):
+        replays.add(client.address, client, iter([(b"1", b"a")]))
     assert len(replays) == MAX_REPLAYS
     turns = [replays.next_turn()[0] for _ in range(4)]
-    assert turns == [b"honest", b"10", b"honest", b"11"]
+    assert turns == [honest, others[10], honest, others[11]]
 
 
 def test_an_address_that_cannot_be_bound_is_an_error_of_one_line(folder: Path) -> None:

@@ -2,6 +2,7 @@
 
     step thread   blocks, encoder outputs ─┐ one list a step
     input thread  processed items ─────────┴▶ publisher thread ─▶ PUB     topic │ sequence │ batch
+                                              clients' thread  ◀─▶         subscriptions
                                               replay thread    ◀─▶ ROUTER  what a subscriber lost
 
 The wire format of KV blocks is vLLM's (`vllm/distributed/kv_events.py`): three frames, of which
@@ -42,6 +43,7 @@ from lookonce.config import (
     REPLAY_START,
     EventsConfig,
 )
+from lookonce.engine.process.zmtp import Client, ZmtpServer
 from lookonce.errors import ConfigError
 from lookonce.types.request import client_request_id
 from lookonce.types.step import StepPlan, StepResult
@@ -68,24 +70,20 @@ TOLD_ALONE = frozenset({"PromptComputed", "EngineLoad"})
 """Events that say something of their own, each time."""
 PRIVATE_TIER = "host"
 """The tier that no other engine can read."""
-HIGH_WATER_MARK = 100_000
-"""Messages queued for one subscriber; one that is slower loses the next ones, and finds out."""
-REPLAY_HIGH_WATER_MARK = 64
-"""Answers queued for one client that asks; the next ones are made once it has read some."""
+REPLAY_QUEUED_BYTES = 256 * 1024
+"""Of answers, queued for one client that asks; the next ones are made once it has read some."""
 MAX_REPLAYS = 64
 """Clients that are answered at a time, of more one of the address that has most loses the rest; and
 requests that one client may have sent before the first of them is answered."""
-MAX_RECEIVED_BYTES = 512
-"""Of a frame from a client (a request, a topic, a subscription): who sends more is disconnected."""
 REPLAY_SECONDS = 10.0
 """How long a client that is answered may read nothing; then it loses the rest, and asks again."""
-BLOCKED_MILLISECONDS = 1
+BLOCKED_SECONDS = 0.001
 """Between two tries to send, while all clients that are answered are slow."""
-RECEIVED_AT_ONCE = 16
-"""Requests, before the next answer is made."""
 REPLAY_SHARE = 0.2
 """Of the time that answers are made in: all of it is taken from the steps."""
-REPLAY_SAVED_SECONDS = 0.5
+CLIENTS_SHARE = 0.1
+"""Of the time, for connections of subscribers."""
+SAVED_SECONDS = 0.5
 """Of work, that may be done faster after a time without: a subscriber that comes waits 5 s for its
 snapshot, and those that ask without end slow themselves."""
 
@@ -486,26 +484,25 @@ class TopicLog:
 
 
 class EventPublisher:
-    """The two ZMQ sockets and their threads. Raises `ConfigError` for an address that cannot be
-    bound.
+    """The two sockets and their threads. Raises `ConfigError` for an address that cannot be bound.
 
     `open_step_events` is called once the model's block size is known; until then nothing of KV
     blocks is published.
     """
 
     def __init__(self, config: EventsConfig) -> None:
-        import zmq  # an optional dependency
-
-        self._zmq = zmq
         self._config = config
-        self._context = zmq.Context()
+        self._replays, self._replay_share = _Replays(), WorkShare(REPLAY_SHARE, SAVED_SECONDS)
         try:
-            self._pub = self._bind(zmq.PUB, config.address)
-            self._router = self._bind(zmq.ROUTER, config.replay_address, REPLAY_HIGH_WATER_MARK)
-            self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a full queue is told, not dropped
-        except zmq.ZMQError as error:
-            self._context.destroy(linger=0)
-            raise ConfigError(f"--events: {error}") from error
+            self._pub = ZmtpServer(config.address, b"PUB")
+        except OSError as error:
+            raise ConfigError(f"--events: {config.address}: {error.strerror}") from error
+        try:
+            self._router = ZmtpServer(config.replay_address, b"ROUTER", self._receive)
+        except OSError as error:
+            self._pub.close()
+            self._pub.turn(0)
+            raise ConfigError(f"--events: {config.replay_address}: {error.strerror}") from error
         self._queue: queue.SimpleQueue[tuple[str, list[Change]] | None] = queue.SimpleQueue()
         self._logs: dict[str, TopicLog] = {}
         if not config.blocks_only:
@@ -514,6 +511,7 @@ class EventPublisher:
         self._threads = [
             threading.Thread(target=self._publish_all, name="events", daemon=True),
             threading.Thread(target=self._answer_all, name="events-replay", daemon=True),
+            threading.Thread(target=self._serve_subscribers, name="events-clients", daemon=True),
         ]
         for thread in self._threads:
             thread.start()
@@ -540,20 +538,13 @@ class EventPublisher:
         self._queue.put((topic, changes))
 
     def close(self) -> None:
-        """Send what was handed over, and end both threads."""
+        """Send what was handed over, and end the threads."""
         self._queue.put(None)
         self._threads[0].join(timeout=2.0)
-        self._context.term()  # ends the replay thread's wait; returns when it has closed its socket
-        self._threads[1].join(timeout=2.0)
-
-    def _bind(self, kind: int, address: str, most_queued: int = HIGH_WATER_MARK) -> Any:
-        bound = self._context.socket(kind)
-        bound.setsockopt(self._zmq.LINGER, 0)
-        bound.setsockopt(self._zmq.SNDHWM, most_queued)
-        bound.setsockopt(self._zmq.RCVHWM, MAX_REPLAYS)
-        bound.setsockopt(self._zmq.MAXMSGSIZE, MAX_RECEIVED_BYTES)
-        bound.bind(address)
-        return bound
+        for server in (self._pub, self._router):
+            server.close()
+        for thread in self._threads[1:]:
+            thread.join(timeout=2.0)
 
     def _publish_all(self) -> None:
         """Until None. What has gathered meanwhile becomes one batch of each topic, that of requests
@@ -569,50 +560,33 @@ class EventPublisher:
                     break
                 handed = self._queue.get()
             done = handed is None
-            try:
-                for topic in sorted(gathered, key=lambda each: each == ENGINE_TOPIC):
-                    if topic in self._logs:
-                        self._pub.send_multipart(self._logs[topic].append(gathered[topic]))
-            except self._zmq.ZMQError:
-                logger.exception("events were not sent; they can be replayed")
-        self._pub.close()
+            for topic in sorted(gathered, key=lambda each: each == ENGINE_TOPIC):
+                if topic in self._logs:
+                    self._pub.publish(self._logs[topic].append(gathered[topic]))
+
+    def _serve_subscribers(self) -> None:
+        """Until it is closed: connections, subscriptions, and what slow subscribers have not read.
+        All of it takes `CLIENTS_SHARE` of the time at most: who is slow, or connects without end,
+        waits."""
+        share = WorkShare(CLIENTS_SHARE, SAVED_SECONDS)
+        began = time.thread_time()
+        while self._pub.turn(None):
+            last, began = began, time.thread_time()
+            time.sleep(share.rest(began - last))
 
     def _answer_all(self) -> None:
-        """Until the context ends. A client that does not read keeps nobody from an answer, and no
-        more than `REPLAY_HIGH_WATER_MARK` messages are queued for it."""
-        replays, share = _Replays(), WorkShare(REPLAY_SHARE, REPLAY_SAVED_SECONDS)
+        """Until it is closed. A client that does not read keeps nobody from an answer, and no more
+        than `REPLAY_QUEUED_BYTES` and one answer are queued for it."""
+        replays, share = self._replays, self._replay_share
         blocked, began = False, time.thread_time()
-        while True:
-            try:
-                wait = None if not replays else BLOCKED_MILLISECONDS if blocked else 0
-                if self._router.poll(wait):
-                    self._receive(replays)
-                blocked = not self._send_one(replays)
-                last, began = began, time.thread_time()
-                time.sleep(share.rest(began - last))
-            except self._zmq.ContextTerminated:
-                self._router.close()
-                return
-            except self._zmq.ZMQError:
-                logger.exception("a replay was not sent")
+        while self._router.turn(None if not replays else BLOCKED_SECONDS if blocked else 0):
+            blocked = not self._send_one(replays)
+            last, began = began, time.thread_time()
+            time.sleep(share.rest(began - last))
 
-    def _receive(self, replays: _Replays) -> None:
-        """Some of the requests that have come."""
-        for _ in range(RECEIVED_AT_ONCE):
-            try:
-                frames = self._router.recv_multipart(self._zmq.DONTWAIT, copy=False)
-            except self._zmq.Again:
-                return
-            client, *rest = (frame.bytes for frame in frames)
-            answers = self._answers(rest, time.monotonic())
-            replays.add(self._address(frames[-1]), client, answers)
-
-    def _address(self, frame: Any) -> str:
-        """Of the client that has sent it: an IP address, or "" for all of a unix socket."""
-        try:
-            return str(frame.get("Peer-Address"))
-        except self._zmq.ZMQError:
-            return ""
+    def _receive(self, client: Client, frames: list[bytes]) -> None:
+        """A request has come."""
+        self._replays.add(client.address, client, self._answers(frames, time.monotonic()))
 
     def _send_one(self, replays: _Replays) -> bool:
         """The next answer to the first client in turn that can take one; whether there was any."""
@@ -638,20 +612,17 @@ class EventPublisher:
         if log is None:
             yield REPLAY_END, b""
 
-    def _send_next(self, client: bytes, replay: _Replay) -> bool | None:
+    def _send_next(self, client: Client, replay: _Replay) -> bool | None:
         """Whether the next answer was sent; None: there is none, or the client lost the rest."""
+        if client.is_closed:
+            return None
         if replay.next is None:
             replay.go_on()
         if replay.next is None:
             return None
-        try:
-            self._router.send_multipart((client, b"", *replay.next), self._zmq.DONTWAIT)
-        except self._zmq.Again:
+        if client.num_queued > REPLAY_QUEUED_BYTES:
             return False if time.monotonic() - replay.moment < REPLAY_SECONDS else None
-        except self._zmq.ZMQError as error:
-            if error.errno == self._zmq.EHOSTUNREACH:
-                return None  # it is gone
-            raise
+        self._router.send(client, (b"", *replay.next))
         replay.next = None
         return True
 
@@ -678,13 +649,13 @@ class _Replays:
     """The clients that are answered, in turns by address, and those of one address in turns."""
 
     def __init__(self) -> None:
-        self._turns: OrderedDict[str, OrderedDict[bytes, _Replay]] = OrderedDict()
-        self._addresses: dict[bytes, str] = {}
+        self._turns: OrderedDict[str, OrderedDict[Client, _Replay]] = OrderedDict()
+        self._addresses: dict[Client, str] = {}
 
     def __len__(self) -> int:
         return len(self._addresses)
 
-    def add(self, address: str, client: bytes, answers: Iterator[tuple[bytes, bytes]]) -> None:
+    def add(self, address: str, client: Client, answers: Iterator[tuple[bytes, bytes]]) -> None:
         """One more request. Beyond `MAX_REPLAYS` clients one loses the rest."""
         address = self._addresses.setdefault(client, address)
         self._turns.setdefault(address, OrderedDict()).setdefault(client, _Replay()).add(answers)
@@ -692,14 +663,14 @@ class _Replays:
             most = max(self._turns.values(), key=len)
             self.discard(next(iter(most)))
 
-    def next_turn(self) -> tuple[bytes, _Replay]:
+    def next_turn(self) -> tuple[Client, _Replay]:
         address, clients = next(iter(self._turns.items()))
         client, replay = next(iter(clients.items()))
         self._turns.move_to_end(address)
         clients.move_to_end(client)
         return client, replay
 
-    def discard(self, client: bytes) -> None:
+    def discard(self, client: Client) -> None:
         address = self._addresses.pop(client)
         clients = self._turns[address]
         del clients[client]
