@@ -52,13 +52,13 @@ KEPT_STEPS = 9
 STALE_TIMES = 2.0
 """Steps of fewer sequences that took so many times as long as those of more were measured while the
 machine was slower."""
-SLICE_SECONDS = 0.003
+SLICE_SECONDS = 0.002
 """Of a step with prompts; twice a step of no sequence where that is longer."""
 MIN_SLICE_TOKENS = 32
-LEAST_SLICE_TOKENS = 16
+LEAST_SLICE_TOKENS = 8
 """Where all that wait have used more than a tenant that was served a moment ago, and may be back
 before the step has ended."""
-FEW_TOKENS = 8
+FEW_TOKENS = LEAST_SLICE_TOKENS - 1
 """A step with so few tokens of prompts takes about as long as one that decodes as many sequences
 more. Beside prompts of others, such steps may be all that tells what a step takes."""
 FIRST_SLICE_TOKENS = 128
@@ -102,7 +102,7 @@ class StepTimes:
         for smaller in [each for each in self._medians if each < size]:
             if self._medians[smaller][0] > STALE_TIMES * median[0]:
                 del self._classes[smaller], self._medians[smaller]
-        self._points = _ascending(self._medians[each] for each in sorted(self._medians))
+        self._join_points()
 
     def note_prompt(self, num_tokens: int, num_sequences: int, seconds: float) -> None:
         """A step with so many tokens of prompts beside `num_sequences` that decode."""
@@ -111,6 +111,12 @@ class StepTimes:
         if known:
             cost = max(LEAST_PROMPT_TOKEN, PROMPT_DECAY * known + (1 - PROMPT_DECAY) * cost)
         self.prompt_token = cost
+        if len(self._medians) == 1:
+            self._join_points()
+
+    def _join_points(self) -> None:
+        classes = [self._medians[each] for each in sorted(self._medians)]
+        self._points = _ascending(classes, self.prompt_token)
 
     @property
     def fixed(self) -> float:
@@ -137,10 +143,13 @@ class StepTimes:
         return count + (seconds - longest) / slope if slope else math.inf
 
 
-def _ascending(classes: Iterable[tuple[float, int]]) -> list[tuple[int, float]]:
+def _ascending(
+    classes: Iterable[tuple[float, int]], prompt_token: float
+) -> list[tuple[int, float]]:
     """(sequences, seconds) of each class, in order of sequences, such that none takes less than one
-    of fewer; before them what a step of none takes, as the first two tell. Of one class alone it is
-    not known which part each sequence takes: all of them, and steps of fewer will tell."""
+    of fewer; before them what a step of none takes, as the first two tell. Of one class alone each
+    sequence is taken to need what a prompt's token does, or all of it while that is not known:
+    steps of fewer will tell."""
     points: list[tuple[int, float]] = []
     for seconds, count in classes:
         points.append((count, max(seconds, points[-1][1] if points else 0.0)))
@@ -148,6 +157,9 @@ def _ascending(classes: Iterable[tuple[float, int]]) -> list[tuple[int, float]]:
     if len(points) > 1:
         count, seconds = points[0]
         fixed = max(0.0, seconds - count * _slope(points, 1))
+    elif points and prompt_token:
+        count, seconds = points[0]
+        fixed = max(0.0, seconds - count * prompt_token)
     return [(0, fixed), *points]
 
 
