@@ -90,7 +90,7 @@ BUDGETS = (
            "address", "waits for the others' turns"),
     Budget("time between requests", _option("keep_alive_timeout"), "s", "connection", "closed"),
     Budget("time an answer is not read", _CONNECTIONS.write_timeout, "s", "connection", "closed"),
-    Budget("answers that are not read, of connections with more than 64 KiB of them",
+    Budget("answers that are not read",
            _CONNECTIONS.max_unread_bytes, "bytes", "process",
            "the connections that have most unread are closed"),
     Budget("pipelined requests", MAX_PIPELINED, "requests", "connection", "closed"),

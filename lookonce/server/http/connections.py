@@ -891,9 +891,11 @@ class Connections:
         late = now - self.now > SWEEP_SECONDS
         self.now = now + SWEEP_SECONDS
         self._victims.clear()
-        for connection in self._all():
+        connections = self._all()
+        for connection in connections:
             if not late:
                 connection.check_deadline(now)
+        self.unread.count(connections)
         self.on_room()  # a connection may be closed for a new one now that could not be before
 
     def drain(self, seconds: float) -> None:

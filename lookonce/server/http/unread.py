@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 from lookonce.config import ConnectionConfig
@@ -55,6 +55,8 @@ class UnreadProtocol(asyncio.Protocol):
     @property
     def num_unread(self) -> int:
         """Bytes that were written and that the client has not taken."""
+        if self.transport is None:  # it is being connected
+            return 0
         num_bytes: int = self.transport.get_write_buffer_size()
         return num_bytes
 
@@ -68,14 +70,18 @@ class UnreadProtocol(asyncio.Protocol):
 
 
 class UnreadAnswers:
-    """How much is unread of all connections together."""
+    """How much is unread of all connections together.
+
+    It is known at once of a connection that may write no more, which is what a large answer leaves;
+    of all others once a second, since to count what each of them writes would cost every token.
+    """
 
     def __init__(self, most: int, now: Callable[[], float]) -> None:
         """`most`: bytes that may be unread; `now`: the time of the connections' table."""
         self._most = most
         self._now = now
         self._held: dict[UnreadProtocol, int] = {}
-        """Bytes that are unread of those whose clients do not read, as far as is known."""
+        """Bytes that are unread of those that have any, as far as is known."""
         self._total = 0
         """The sum of these."""
         self._turn: asyncio.Handle | None = None
@@ -85,6 +91,16 @@ class UnreadAnswers:
         self.release(connection)
         self._held[connection] = connection.num_unread
         self._total += self._held[connection]
+        self._check()
+
+    def count(self, connections: Iterable[object]) -> None:
+        """Look at all connections, whether they may write or not."""
+        own = [each for each in connections if isinstance(each, UnreadProtocol)]
+        self._held = {each: unread for each in own if (unread := each.num_unread)}
+        self._total = sum(self._held.values())
+        self._check()
+
+    def _check(self) -> None:
         if self._total > self._most and self._turn is None:
             self._turn = asyncio.get_running_loop().call_soon(self._shorten)
 

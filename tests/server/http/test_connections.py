@@ -63,6 +63,7 @@ class Wire(asyncio.Transport):
 
     def abort(self):
         self.state = "aborted"
+        self.num_unread = 0
 
     def can_write_eof(self):
         return True
@@ -442,6 +443,30 @@ def test_a_large_answer_that_is_being_read_does_not_give_way_to_those_that_are_n
         held["next"] = leave_unread(running, "one", 301)
         await settle()
         assert closed(held) == {"3", "4"}
+        end(held)
+
+    on_connections(scenario, max_unread_bytes=1000)
+
+
+def test_many_that_each_have_a_little_unread_and_may_write_more_count_too():
+    """They are below the mark from which a transport tells that its client does not read."""
+
+    async def scenario(running):
+        held = {}
+        for size in range(100, 110):
+            held[size] = protocol, wire = running.connect(f"{size % 3}")
+            protocol.data_received(VERSION)
+            wire.num_unread = size
+        running.pass_seconds(1)
+        await settle()
+        assert closed(held) == {107, 108, 109}  # 1,045 bytes
+        held[104][1].num_unread = 0
+        held[360] = leave_unread(running, "one", 360)
+        await settle()
+        assert not closed(held)
+        running.pass_seconds(1)
+        await settle()
+        assert not closed(held)
         end(held)
 
     on_connections(scenario, max_unread_bytes=1000)
