@@ -186,8 +186,10 @@ class Member:
             timer = loop.call_later(LATE_SECONDS, self._note_late)
             try:
                 ready = await self._probe()
+                timer.cancel()  # whatever follows: it lives
                 num_silent = 0
                 self.state.late = self._engine_silent > ENGINE_LATE_SECONDS
+                ready = ready and await self._prepare()
             except TimeoutError:
                 self._note_late()
                 num_silent += 1
@@ -195,7 +197,7 @@ class Member:
                     ready = False
                     self._give_up()
             except NoDescriptorError:
-                pass
+                ready = None
             finally:
                 timer.cancel()
             if ready is not None:  # `look` may have been called meanwhile
@@ -210,8 +212,8 @@ class Member:
         self.state.late = True
 
     async def _probe(self) -> bool:
-        """Whether the engine takes requests. Raises `TimeoutError` where it gives no answer, or its
-        process that computes is silent, and `NoDescriptorError`."""
+        """Whether the engine says that it takes requests. Raises `TimeoutError` where it gives no
+        answer, or its process that computes is silent, and `NoDescriptorError`."""
         found = await self._probed("/ready")
         self._engine_silent = 0.0
         if found is None or found[0] != 200:
@@ -220,7 +222,18 @@ class Member:
         self._engine_silent = _told_silence(found[1])
         if self._engine_silent > ENGINE_SILENT_SECONDS:
             raise TimeoutError
-        if not await self._learn():
+        return True
+
+    async def _prepare(self) -> bool:
+        """Learn what the engine is, before it gets requests and as long as it does; whether it may
+        get any. However long that takes says nothing of whether it hangs. Raises
+        `NoDescriptorError`."""
+        learned = False
+        try:
+            learned = await self._learn()
+        except TimeoutError:
+            self._looks.set()  # see at once whether it is still there
+        if not learned:
             return self.state.accepts  # it goes on as it is known
         if not self.state.accepts and not self.draining:
             return await self._load_adapters()
@@ -286,7 +299,7 @@ class Member:
                     logger.error("%s did not answer a load of %s", self.address.name, name)
                     return False  # it is asked again
                 answered[name] = load
-            if not await self._learn():
+            if not await self.learn():
                 return False
             if failed := {n for n in missing() if self._loads[n] is answered.get(n)}:
                 names, engine = ", ".join(sorted(failed)), self.address.name

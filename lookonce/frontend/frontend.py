@@ -157,7 +157,6 @@ class RenderOnlyEngine:
     """
 
     state: EngineState = "ready"
-    silent_seconds: float | None = None
 
     def __init__(self, lora: LoRAConfig | None = None) -> None:
         """`lora`: requests may name its adapters; prompts are rendered alike with each."""
@@ -173,6 +172,9 @@ class RenderOnlyEngine:
         self, rendered: RenderedPrompt, sampling: SamplingParams, request_id: str
     ) -> AsyncGenerator[TokenDelta, None]:
         raise _none()
+
+    async def silent_seconds(self) -> float | None:
+        return None
 
     async def wait_ready(self) -> None:
         return

@@ -471,6 +471,36 @@ async def test_one_silent_probe_alone_ends_no_request(monkeypatch: pytest.Monkey
         assert served.frontend.retried == 0
 
 
+@pytest.mark.parametrize("target", ["/v1/models", "/inference/v1/media_cache"])
+async def test_an_engine_that_is_slow_to_tell_what_it_is_is_not_taken_for_one_that_hangs(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, target: str
+) -> None:
+    monkeypatch.setattr("lookonce.fleet.members.LATE_SECONDS", 0.05)
+    monkeypatch.setattr("lookonce.fleet.members.PROBE_TIMEOUT", 0.2)
+    monkeypatch.setattr("lookonce.fleet.members.PROBE_SECONDS", 0.01)
+    engine = FakeEngine("a", unanswered={target})
+    async with serving(engine, wait=False) as served:
+        state = served.fleet.router.engines["a"]
+        await served.until(lambda: engine.num_unanswered >= 4)
+        assert not state.late
+        engine.unanswered.clear()
+        await served.until(lambda: served.fleet.ready())
+        engine.answer = answer_later
+        asked = asyncio.create_task(served.ask())
+        await served.until(lambda: engine.received)
+        engine.unanswered.add("/inference/v1/media_cache")  # one that serves
+        before = engine.num_unanswered
+        await served.until(lambda: engine.num_unanswered >= before + 4)
+        assert not state.late
+        assert (await asked).status_code == 200
+    assert "has stopped answering" not in caplog.text
+
+
+async def answer_later(engine: FakeEngine, request: Received, writer: asyncio.StreamWriter) -> None:
+    await asyncio.sleep(1.5)
+    reply(writer, 200, {"engine": engine.name})
+
+
 async def test_an_engine_that_cannot_be_reached_loses_requests_whose_connections_do_not_tell(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

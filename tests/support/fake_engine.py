@@ -75,6 +75,9 @@ class FakeEngine:
     stopped: bool = False
     """It takes connections and answers nothing, as a process that was sent SIGSTOP."""
     unanswered_probes: int = 0
+    unanswered: set[str] = field(default_factory=set)
+    """Routes that give no answer, and how often they were asked."""
+    num_unanswered: int = 0
     engine_silent: float = 0.0
     """Seconds for which the process that computes has said nothing, as its API process tells."""
     fingerprint: str = FINGERPRINT
@@ -121,6 +124,9 @@ class FakeEngine:
     async def _respond(self, request: Received, writer: asyncio.StreamWriter) -> None:
         self.unanswered_probes += self.stopped and request.target == "/ready"
         while self.stopped:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        self.num_unanswered += request.target in self.unanswered
+        while request.target in self.unanswered:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         match request.target:
             case target if target in self.probes:

@@ -88,6 +88,10 @@ from lookonce.types.sampling import SamplingParams
 logger = logging.getLogger(__name__)
 MESSAGE_OVERHEAD = 4096
 """Bytes that a submission is counted with beside its prompt and its items."""
+UNREAD_BEATS_SECONDS = 1.0
+"""Silence for so long, two heartbeats, may be that of this process, which has not read them."""
+READING_SECONDS = 0.05
+"""In which it reads what waits for it."""
 STATS_TIMEOUT = 2.0
 """Seconds to wait for an answer, which a long step delays, before the last one is returned."""
 
@@ -152,10 +156,12 @@ class EngineClient:
         """ "dead" only after a connection was lost; "stuck" while a step takes too long."""
         return self._health.state
 
-    @property
-    def silent_seconds(self) -> float | None:
+    async def silent_seconds(self) -> float | None:
         """Since the engine process last said that it lives, which it does twice a second whatever
-        its steps take; None while there is no connection."""
+        its steps take; None while there is no connection. What it has said is read first: where
+        this process's own event loop was held up, that is none of the engine's silence."""
+        if (self._health.silent_seconds or 0.0) > UNREAD_BEATS_SECONDS:
+            await asyncio.sleep(READING_SECONDS)
         return self._health.silent_seconds
 
     @property

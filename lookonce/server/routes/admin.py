@@ -54,7 +54,7 @@ async def ready(request: Request) -> Response:
     state: str = "draining" if services.drain.draining else services.engine.state
     if state == "ready" and services.warming:
         state = "warming"
-    silent = services.engine.silent_seconds
+    silent = await services.engine.silent_seconds()
     told = Readiness(state, msgspec.UNSET if silent is None else round(silent, 1))
     return json_response(told, 200 if state == "ready" else 503)
 

@@ -35,7 +35,7 @@ def test_readiness_tells_how_long_the_engine_process_has_been_silent(on_site):
     async def scenario(site):
         assert (await site.client.get("/ready")).json() == {"status": "ready"}
         for silent, told in ((0.01, 0.0), (3.14, 3.1)):
-            site.engine.silent_seconds = silent
+            site.engine.silence = silent
             answer = (await site.client.get("/ready")).json()
             assert answer == {"status": "ready", "engine_silent_seconds": told}
 

@@ -190,7 +190,7 @@ class RecitingEngine:
     def __init__(self, answer: str = "a red circle") -> None:
         self.answer = answer
         self.state = "ready"
-        self.silent_seconds: float | None = None
+        self.silence: float | None = None
         self.adapters = KnownAdapters()
         self.model = MODEL
         self.running: dict[str, set[int]] = {}
@@ -204,6 +204,9 @@ class RecitingEngine:
         self.fail_after = 3
         self.resets: list[str] = []
         self.counters: dict[str, float] = {"num_requests_running": 0.0}
+
+    async def silent_seconds(self) -> float | None:
+        return self.silence
 
     async def generate(
         self, rendered: RenderedPrompt, sampling: SamplingParams, request_id: str
