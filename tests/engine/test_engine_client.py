@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time as system_time
 
 import msgspec
 import pytest
@@ -390,6 +391,14 @@ def test_a_long_step_is_stuck_only_beyond_the_stall_timeout(health):
         health.require_ready()
     health.beat(Heartbeat(EPOCH, True, 0.0), EPOCH)
     assert health.state == "ready"
+
+
+def test_an_event_loop_that_was_held_up_says_nothing_of_the_engines_silence(world):
+    async def scenario(client):
+        system_time.sleep(2.0)  # noqa: ASYNC251 - heartbeats come and are not read
+        assert await client.silent_seconds() < 1.0
+
+    world.run(scenario)
 
 
 def test_silence_counts_as_stalling(health, time):
