@@ -94,8 +94,12 @@ time. What a body has beyond so many is read in turns: were the beginnings of al
 in one turn of the loop, everybody else would wait for all of them. To stop and go on costs as much
 as to read 64 kB."""
 READ_REST_SECONDS = 0.001
-"""Between two reads of large bodies while other addresses ask: what is read takes a third of that,
-with what the kernel does for it. 200 MB a second are left."""
+"""After reads of large bodies that cost `REST_AFTER_BYTES`, while other addresses ask: these take a
+third of that, with what the kernel does for them. 200 MB a second are left."""
+READ_COST_BYTES = 64 * 1024
+"""A read costs as much as so many bytes of it, beside those that it has."""
+REST_AFTER_BYTES = 256 * 1024 + READ_COST_BYTES
+"""What the largest read of the event loop costs. Smaller ones, as all of TLS, rest less often."""
 SMALL_READ_BYTES = 16 * 1024
 """Who sent less since its last turn waits for the next one behind others who did."""
 SMALL_READS_PER_TURN = 4
@@ -683,10 +687,11 @@ class Connections:
     without end what is refused would else have more of the event loop than those who are served.
     So is what large bodies have beyond `UNREAD_BODY_BYTES`, one read in each turn of the event
     loop: whoever asks something small waits in each of its turns for no more than one. While other
-    addresses ask, the loop rests between two such reads (`READ_REST_SECONDS`): a small request
-    takes many turns. Those that send little at a time have turns of their own, beside the others':
-    a body that comes fast would else wait for thousands that send a byte now and then. Bodies of
-    very many chunks are read as what is dropped is: each chunk costs as much as many bytes.
+    addresses ask, the loop rests between such reads, by what they cost (`READ_REST_SECONDS`): a
+    small request takes many turns. Those that send little at a time have turns of their own, beside
+    the others': a body that comes fast would else wait for thousands that send a byte now and then.
+    Bodies of very many chunks are read as what is dropped is: each chunk costs as much as many
+    bytes.
     """
 
     def __init__(
@@ -722,6 +727,8 @@ class Connections:
         first."""
         self._num_dropped = 0
         """Bytes, since the last turn."""
+        self._read_cost = 0
+        """Of large bodies, since the last rest: their bytes, and `READ_COST_BYTES` of each read."""
         self.unread = UnreadAnswers(limits.max_unread_bytes, lambda: self.now)
         self._victims: deque[tuple[Eviction, Connection]] = deque()
         """That are closed next where there is no room, unless they do something else by then."""
@@ -782,6 +789,7 @@ class Connections:
 
     def wait_to_read(self, connection: HttpProtocol) -> None:
         """Call its `read_once` once its turn has come, unless it is removed before."""
+        self._read_cost += READ_COST_BYTES + connection.num_read
         small = connection.num_read < SMALL_READ_BYTES
         (self._reading_small if small else self._reading).add(connection)
         if self._read_turn is None:
@@ -795,7 +803,11 @@ class Connections:
         if not reading:
             return
         loop = asyncio.get_running_loop()
-        if any(self._others_ask(each.address) for each in reading):  # who comes meanwhile rests too
+        rests = self._read_cost >= REST_AFTER_BYTES
+        if rests:
+            self._read_cost = 0
+        if rests and any(self._others_ask(each.address) for each in reading):
+            # who comes meanwhile rests too
             self._read_turn = loop.call_later(READ_REST_SECONDS, self._give_read_turn)
         elif self._reading or self._reading_small:
             self._read_turn = loop.call_soon(self._give_read_turn)
