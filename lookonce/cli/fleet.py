@@ -1,17 +1,18 @@
 """`lookonce fleet`: many engines behind one address, on Ray Serve.
 
 When all are ready a line with the URL goes to standard output. SIGHUP reads the file again; SIGTERM
-and Ctrl-C drain.
+and Ctrl-C drain, and the second time kill.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import threading
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from importlib.util import find_spec
-from typing import Any, get_type_hints
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 import msgspec
 
@@ -21,6 +22,11 @@ from lookonce.config import NANO, Options, resolve
 from lookonce.errors import ConfigError, UnavailableError
 from lookonce.fleet.config import FleetConfig
 from lookonce.types.logs import configure_logging, tell
+
+if TYPE_CHECKING:
+    from lookonce.fleet.deploy import RunningFleet
+
+logger = logging.getLogger("lookonce.fleet")
 
 OPTION_KINDS = get_type_hints(Options)
 FLEET_KEYS = (
@@ -222,31 +228,49 @@ def run_fleet(path: str | None, overrides: dict[str, Any]) -> int:
     configure_logging("fleet", resolve(config.frontend_options()).logs)
     from lookonce.fleet.deploy import RunningFleet
 
-    asked = threading.Event()
-    reasons: list[int] = []
-
-    def on_signal(number: int, _: object) -> None:
-        reasons.append(number)
-        asked.set()
-
     try:
         running = RunningFleet(config)
     except RuntimeError as error:  # its engines have said why; Ray's frames do not
         raise UnavailableError(f"the fleet did not start, see above: {error}") from None
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, on_signal)
+    names = ", ".join(f"{g.name} ({g.engines})" for g in config.groups)
+    return serve_until_asked(
+        running,
+        lambda: tell(f"Serving {names} on {running.url}"),
+        lambda: _apply_again(running, path, overrides),
+    )
+
+
+class _StopAskedError(BaseException):
+    """SIGTERM or Ctrl-C: raised in the main thread, whatever it waits for."""
+
+
+def serve_until_asked(
+    running: RunningFleet, on_serving: Callable[[], None], on_reload: Callable[[], None]
+) -> int:
+    """Until SIGTERM or Ctrl-C, then drain; the exit status. Asked again, end at once. SIGHUP calls
+    `on_reload`, which ends where it is asked to stop meanwhile."""
+    reload_asked = threading.Event()
+
+    def stop(number: int, _: object) -> None:
+        raise _StopAskedError
+
     try:
-        names = ", ".join(f"{g.name} ({g.engines})" for g in config.groups)
-        tell(f"Serving {names} on {running.url}")
+        signal.signal(signal.SIGHUP, lambda *_: reload_asked.set())
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, stop)
+        on_serving()
         while True:
-            asked.wait()
-            asked.clear()
-            if any(number != signal.SIGHUP for number in reasons):
-                return 0
-            reasons.clear()
-            _apply_again(running, path, overrides)
+            reload_asked.wait()
+            reload_asked.clear()
+            on_reload()
+    except _StopAskedError:
+        return 0
     finally:
-        running.close()
+        try:
+            running.close()
+        except _StopAskedError:
+            logger.warning("asked again: everything is killed")
+            running.kill()
 
 
 def _apply_again(running: Any, path: str | None, overrides: dict[str, Any]) -> None:

@@ -164,14 +164,15 @@ class Engine:
     def _wait_ready(self) -> str:
         """`HOST:PORT` of the server, or `unix:PATH`. Raises `RuntimeError` if it does not start."""
         assert self._process.stdout is not None
-        deadline = time.monotonic() + START_SECONDS
-        for text in self._process.stdout:
-            found = SERVING.match(text.strip())
-            if found:
-                threading.Thread(target=self._process.stdout.read, daemon=True).start()
-                return found[1]
-            if time.monotonic() > deadline:
-                break
+        late = threading.Timer(START_SECONDS, _kill_session, (self._process.pid,))
+        late.start()
+        try:
+            for text in self._process.stdout:
+                if found := SERVING.match(text.strip()):
+                    threading.Thread(target=self._process.stdout.read, daemon=True).start()
+                    return found[1]
+        finally:
+            late.cancel()
         self._stop()
         raise RuntimeError(f"the engine of {self._group.name} did not start; see its log")
 
@@ -332,9 +333,15 @@ class FrontendReplica:
             await self._server.serve(sockets=[listener])
         fleet.close()
 
-    def check_health(self) -> None:
+    async def check_health(self) -> None:
+        """Raises once the server has ended, and where its event loop does not turn."""
         if not self._thread.is_alive():
             raise RuntimeError("the front-end's server has ended")
+        turned = asyncio.run_coroutine_threadsafe(asyncio.sleep(0), self._loop)
+        try:
+            await asyncio.wait_for(asyncio.wrap_future(turned), HEALTH_TIMEOUT)
+        except TimeoutError:
+            raise RuntimeError("the front-end's event loop does not turn") from None
 
     async def drain(self) -> None:
         """The fleet ends: `FrontendServer.drain`."""
@@ -493,6 +500,13 @@ class RunningFleet:
             self._wait_deleted()
         if self._local:
             serve.shutdown()
+        ray.shutdown()
+
+    def kill(self) -> None:
+        """End at once: what is being answered is cut off. On a cluster Ray drains by itself."""
+        if not self._local:
+            with contextlib.suppress(RayError, RayServeException):
+                serve.delete(APPLICATION, _blocking=False)
         ray.shutdown()
 
     def _wait_deleted(self) -> None:

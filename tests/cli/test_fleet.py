@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 
@@ -12,7 +17,7 @@ import pytest
 import yaml
 
 from lookonce.cli import fleet
-from lookonce.cli.fleet import fleet_of, read_fleet, run_fleet
+from lookonce.cli.fleet import fleet_of, read_fleet, run_fleet, serve_until_asked
 from lookonce.config import Options, resolve
 from lookonce.errors import ConfigError
 from lookonce.fleet.config import engine_arguments, listen_options, rendered_models
@@ -221,3 +226,59 @@ def test_without_ray_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(fleet, "_is_installed", lambda module: module != "ray.serve")
     with pytest.raises(ConfigError, match=r"pip install 'lookonce\[fleet\]'"):
         run_fleet(None, {})
+
+
+class Fleet:
+    """Of `deploy.RunningFleet` what signals do to it."""
+
+    def __init__(self, *, drains: bool = True) -> None:
+        self._drains = drains
+        self.done: list[str] = []
+
+    def close(self) -> None:
+        self.done.append("close")
+        if not self._drains:
+            send(signal.SIGTERM)
+            time.sleep(30)
+
+    def kill(self) -> None:
+        self.done.append("kill")
+
+
+def send(number: int, after: float = 0.05) -> None:
+    """A signal to this process, soon."""
+    threading.Timer(after, os.kill, (os.getpid(), number)).start()
+
+
+@pytest.fixture
+def _signals() -> Iterator[None]:
+    """Handlers are what they were once the test has ended."""
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    before = [signal.getsignal(number) for number in numbers]
+    yield
+    for number, handler in zip(numbers, before, strict=True):
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("_signals")
+def test_sigterm_drains_also_while_a_changed_file_is_being_applied() -> None:
+    running = Fleet()
+    began = time.monotonic()
+
+    def apply() -> None:
+        running.done.append("apply")
+        send(signal.SIGTERM)
+        time.sleep(30)  # as engines that load weights take
+
+    assert serve_until_asked(running, lambda: send(signal.SIGHUP), apply) == 0  # type: ignore[arg-type]
+    assert running.done == ["apply", "close"]
+    assert time.monotonic() < began + 10
+
+
+@pytest.mark.usefixtures("_signals")
+def test_a_second_sigterm_kills_what_drains() -> None:
+    running = Fleet(drains=False)
+    began = time.monotonic()
+    assert serve_until_asked(running, lambda: send(signal.SIGTERM), lambda: None) == 0  # type: ignore[arg-type]
+    assert running.done == ["close", "kill"]
+    assert time.monotonic() < began + 10

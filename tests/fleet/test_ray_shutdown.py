@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import time
@@ -32,6 +33,26 @@ def started(folder: Path, **fields: Any) -> LiveServer:
     file = folder / "fleet.yaml"
     file.write_text(json.dumps({"models": [{"model": "nano"}], **fields}))
     return LiveServer(str(file), command="fleet", env={"RAY_USAGE_STATS_ENABLED": "0"})
+
+
+def test_a_second_sigterm_ends_it_at_once(tmp_path: Path) -> None:
+    fleet = started(tmp_path, drain_timeout=300)
+    try:
+        with (
+            httpx.Client(timeout=60) as client,
+            client.stream("POST", f"{fleet.url}/v1/completions", json=STREAM) as response,
+        ):
+            lines = response.iter_lines()
+            next(lines)
+            fleet.process.send_signal(signal.SIGTERM)
+            while fleet.get("/ready").status_code == 200:
+                time.sleep(0.01)
+            fleet.process.send_signal(signal.SIGTERM)
+            with contextlib.suppress(httpx.HTTPError):
+                assert not any('"finish_reason":"length"' in line for line in lines)
+        assert fleet.process.wait(30) == 0
+    finally:
+        fleet.stop()
 
 
 def test_what_runs_longer_than_the_drain_timeout_of_the_file_is_cut_off(tmp_path: Path) -> None:
