@@ -369,6 +369,27 @@ def test_without_reuse_it_goes_where_the_least_waits() -> None:
     assert [engine.num_requests for engine in fleet.router.engines.values()] == [3, 3, 3]
 
 
+def test_of_idle_engines_that_which_was_busy_last_is_taken_and_never_one_with_work_before_it() -> (
+    None
+):
+    fleet = Fleet("a", "b", "c")
+
+    def ask(number: int, now: float, without: tuple[str, ...] = ()) -> tuple[str, Route]:
+        return fleet.send(identity(chat(f"question {number} {LONG}")), without, now)
+
+    def serve(number: int, now: float, without: tuple[str, ...] = ()) -> str:
+        name, route = ask(number, now, without)
+        fleet.router.ended(name, route, failed=True)  # so that it has computed nothing
+        return route.engine.name
+
+    for number, others in enumerate((("a", "b"), ("b", "c"), ("a", "c"))):
+        serve(number, 10.0 + number, others)
+    assert {serve(number, 13.0 + number) for number in range(10, 18)} == {"b"}
+    _, busy = ask(20, 30.0)
+    assert busy.engine.name == "b"
+    assert ask(21, 30.0)[1].engine.name == "a"  # busy after c
+
+
 def slow_and_fast() -> Fleet:
     """Engine a takes 20 ms a prompt token, b takes 1 ms."""
     fleet = Fleet("a", "b")
