@@ -383,11 +383,10 @@ def test_of_idle_engines_that_which_was_busy_last_is_taken_and_never_one_with_wo
         return route.engine.name
 
     for number, others in enumerate((("a", "b"), ("b", "c"), ("a", "c"))):
-        serve(number, 10.0 + number, others)
-    assert {serve(number, 13.0 + number) for number in range(10, 18)} == {"b"}
-    _, busy = ask(20, 30.0)
-    assert busy.engine.name == "b"
-    assert ask(21, 30.0)[1].engine.name == "a"  # busy after c
+        serve(number, 10.0 + number / 10, others)
+    assert {serve(number, 10.2 + number / 1000) for number in range(3, 13)} == {"b"}
+    assert ask(13, 10.22)[1].engine.name == "b"
+    assert ask(14, 10.22)[1].engine.name != "b"
 
 
 def slow_and_fast() -> Fleet:

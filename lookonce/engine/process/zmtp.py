@@ -1,10 +1,9 @@
 """Sockets that ZMQ's clients connect to, with limits that ZMQ's own have not.
 
 ZMTP 3.0 (https://rfc.zeromq.org/spec/23), the bound side, without security. libzmq's PUB keeps
-every topic that a client names, in a trie that takes tens of bytes for each of its characters, and
-reads them without end before it sends anything: one client that subscribes and never stops took
-gigabytes and kept all others from their messages. Here a client may have `MAX_TOPICS` topics, and
-there are `MAX_CLIENTS` clients; what is queued for all that are slow together is bounded.
+every topic that a client names, in a trie that takes tens of bytes for each of its characters: one
+client that subscribes and never stops took gigabytes. Here a client may have `MAX_TOPICS` topics,
+and there are `MAX_CLIENTS` clients; what is queued for all that are slow together is bounded.
 
     accepted ─▶ greeting ─▶ READY ─▶ open: subscriptions, or requests, and messages to it
 
