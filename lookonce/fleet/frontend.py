@@ -55,6 +55,7 @@ from lookonce.fleet.identity import (
     identify_body,
 )
 from lookonce.fleet.members import (
+    CUT_OFF,
     LOAD_ADAPTER,
     LOAD_TIMEOUT,
     AdapterLoad,
@@ -151,7 +152,6 @@ ALL_REFUSALS: Statuses = ("*",)
 """In the place of each of their statuses."""
 CLIENT_LEFT_STATUS = 499
 SHUTTING_DOWN = "the server is shutting down; send the request elsewhere"
-CUT_OFF = "the server shuts down: this is cut off"
 ORIGIN = re.compile(rb"\Ahttps?://[^/]*")
 REFUSAL_HEADERS = frozenset({"content-type", "www-authenticate", "retry-after", "x-request-id"})
 """Of an engine's answer to a WebSocket's handshake that it refuses, which clients get."""
@@ -181,7 +181,6 @@ class Frontend:
         """Each connection is closed after the answer to its next request."""
         self.refusing = False
         """The fleet ends: new requests are refused, too."""
-        self._cut_off = False
         self.active = self._num_websockets = 0
         """Requests that are being served, WebSockets among them."""
         self._ended = asyncio.Event()
@@ -206,7 +205,6 @@ class Frontend:
 
     def cut_off(self) -> None:
         """End what runs at engines with the error `draining`."""
-        self._cut_off = True
         self._fleet.cut_off()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -237,7 +235,8 @@ class Frontend:
         except _ClientLeft:
             exchange.status = exchange.status or CLIENT_LEFT_STATUS
         except LookOnceError as error:
-            audit_refusal(scope, error)
+            if not exchange.begun:
+                audit_refusal(scope, error)
             response = error_response(error, error_shape(exchange.path))
             await exchange.answer(response.status_code, response.raw_headers, bytes(response.body))
         except Exception:
@@ -357,10 +356,10 @@ class Frontend:
             try:
                 done = await self._forward(exchange, request_id, route)
             except EngineLostError:
-                router.ended(request_id, route, failed=True)
+                router.ended(request_id, route, failed=True, now=time.monotonic())
                 if exchange.left:
                     raise _ClientLeft from None
-                if self._cut_off:
+                if self._fleet.is_cut_off:
                     raise DrainingError(CUT_OFF) from None
                 if (member := self._fleet.members.get(route.engine.name)) is not None:
                     member.look()
@@ -371,10 +370,10 @@ class Frontend:
                 done = False
             except BaseException as error:
                 failed_here = isinstance(error, NoDescriptorError)
-                router.ended(request_id, route, failed=failed_here)
+                router.ended(request_id, route, failed=failed_here, now=time.monotonic())
                 raise
             refused = exchange.status >= 400
-            router.ended(request_id, route, failed=refused or not done)
+            router.ended(request_id, route, failed=refused or not done, now=time.monotonic())
             if done:
                 return
             failed.add(route.engine.name)
@@ -830,7 +829,7 @@ class Frontend:
                 audit_refusal(scope, failure)
                 await _deny(scope, receive, send, error_response(failure))
         finally:
-            self._fleet.router.ended(exchange.request_id, route)
+            self._fleet.router.ended(exchange.request_id, route, now=time.monotonic())
 
     def _is_known(self, scope: Scope) -> bool:
         """Whether a request has a key that is valid; engines refuse it otherwise."""

@@ -50,6 +50,7 @@ ENGINE_SILENT_SECONDS = 5.0
 """A probe that tells of such a silence counts as one without an answer."""
 LOAD_ADAPTER = "/v1/load_lora_adapter"
 LOAD_TIMEOUT = 300.0
+CUT_OFF = "the server shuts down: this is cut off"
 LOAD_HEADERS: Headers = [(b"content-type", b"application/json")]
 
 
@@ -367,6 +368,8 @@ class Fleet:
         self._looked = asyncio.Event()
         self.loads: dict[str, AdapterLoads] = {}
         """Model → its adapters that were loaded by route."""
+        self.is_cut_off = False
+        """Requests that lose their engine now are lost because the fleet ends."""
 
     async def wait_served(self, num_models: int) -> None:
         """Until engines of so many models accept requests."""
@@ -455,6 +458,7 @@ class Fleet:
 
     def cut_off(self) -> None:
         """End all requests at engines (`EngineLostError`). None gets another one."""
+        self.is_cut_off = True
         for member in self.members.values():
             member.draining, member.state.accepts = True, False
             member.client.abort()

@@ -22,6 +22,7 @@ from typing import Any
 import msgspec
 
 from lookonce.errors import (
+    DrainingError,
     EngineDeadError,
     LookOnceError,
     MediaNotCachedError,
@@ -45,7 +46,7 @@ from lookonce.fleet.generate_events import (
 )
 from lookonce.fleet.identity import Identity, Processor
 from lookonce.fleet.index import short
-from lookonce.fleet.members import Fleet, Member
+from lookonce.fleet.members import CUT_OFF, Fleet, Member
 from lookonce.fleet.router import NoEngineError, Route
 from lookonce.fleet.token_identity import identify_prompt
 from lookonce.frontend.frontend import RenderOnlyEngine
@@ -218,6 +219,8 @@ class RoutedEngine(RenderOnlyEngine):
                     for index in sorted(running.unfinished):
                         yield TokenDelta(prompt.request_id, index, [], finish_reason="abort")
                     return
+                if self._fleet.is_cut_off:
+                    raise DrainingError(CUT_OFF) from None
                 if (member := self._fleet.members.get(route.engine.name)) is not None:
                     member.look()
                 lost += 1
@@ -229,7 +232,7 @@ class RoutedEngine(RenderOnlyEngine):
                 done = done or not isinstance(error, LookOnceError)  # else it was refused
                 raise
             finally:
-                router.ended(client_id, route, failed=not done)
+                router.ended(client_id, route, failed=not done, now=time.monotonic())
             failed.add(route.engine.name)
 
     async def _asked(self, prompt: _Prompt, route: Route) -> AsyncGenerator[TokenDelta, None]:

@@ -976,12 +976,15 @@ class Router:
             # what nothing else explains is processing
             engine.note_processing(work, seconds - work.prompt - work.encoding)
 
-    def ended(self, request_id: str, route: Route, *, failed: bool = False) -> None:
+    def ended(
+        self, request_id: str, route: Route, *, failed: bool = False, now: float = 0.0
+    ) -> None:
         """It is answered, aborted or failed. Of a `failed` one, which may have been refused,
-        nothing was computed."""
+        nothing was computed. `now`: as of `route`."""
         if route.ended:
             return
         route.ended = True
+        self._now = max(now, self._now)
         named = self._running[request_id]
         named[:] = [each for each in named if each is not route]
         if not named:

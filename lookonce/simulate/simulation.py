@@ -236,7 +236,8 @@ class PriceRouter:
 
     def ended(self, sent: Sent) -> None:
         failed = bool(sent.failed)
-        self.router.ended(str(sent.number), sent.route, failed=failed)
+        now = self._clock.now
+        self.router.ended(str(sent.number), sent.route, failed=failed, now=now)
         if not failed:
             self.router.note_answer_tokens(sent.request.output_tokens)
         self._note_waiting(sent.route.engine)

@@ -857,7 +857,8 @@ async def test_an_engine_that_starts_later_loads_what_was_loaded_before_it_gets_
         start(later, other)
         await served.until(lambda: len(served.fleet.ready()) == 3)
         asked = [(await served.ask(str(n), model="letters")).json()["engine"] for n in range(9)]
-        assert "other" in {(await served.ask(str(n))).json()["engine"] for n in range(9)}
+        answers = await asyncio.gather(*(served.ask(str(n)) for n in range(9)))
+        assert "other" in {answer.json()["engine"] for answer in answers}
         assert set(asked) <= {"a", "later"}
         await served.client.post("/v1/unload_lora_adapter", json=body)
         assert (await served.ask(model="letters")).status_code == 404
@@ -1460,7 +1461,10 @@ async def test_while_the_fleet_drains_probes_are_told_and_what_runs_goes_on() ->
         assert len(served.named("a").received) == 1
 
 
-async def test_what_runs_longer_than_the_drain_timeout_is_cut_off_with_an_error() -> None:
+async def test_what_runs_longer_than_the_drain_timeout_is_cut_off_with_an_error(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO", logger="lookonce.audit")
     async with serving(FakeEngine("a"), drain_timeout=0.3) as served:
         async with draining_fleet(served, asyncio.Event()) as (lines, draining):
             await draining
@@ -1470,6 +1474,7 @@ async def test_what_runs_longer_than_the_drain_timeout_is_cut_off_with_an_error(
             assert error["code"] == "draining"
             await stopping
         assert served.frontend.retried == 0
+    assert not [each for each in caplog.records if each.name == "lookonce.audit"]  # it was served
 
 
 async def test_what_waits_to_be_accepted_is_served_by_the_next_front_end() -> None:

@@ -389,6 +389,25 @@ def test_a_death_in_the_middle_ends_its_own_stream_with_an_error(fleet: Fleet) -
     assert any('"content":"h"' in line for line in lines)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_is_cut_off_as_the_fleet_ends_says_so(stream: bool) -> None:
+    async def cut_off(engine: FakeEngine, request: Received, writer: asyncio.StreamWriter) -> None:
+        begin_stream(writer)
+        send_chunk(writer, event(82))
+        await writer.drain()
+        await asyncio.sleep(0.1)  # so that it is handed on
+        frontend.frontend.cut_off()
+
+    fakes, models = [renders_as_here("a")], [RenderedModel(name="nano", model=NANO)]
+    with running_frontend([], models, fakes=fakes) as frontend:
+        fleet = Fleet(frontend, fakes)
+        fleet.answered_by(cut_off)
+        answer = fleet.ask(stream=stream)
+        assert answer.status_code == (200 if stream else 503)
+        told = last_event(answer) if stream else answer.json()
+        assert told["error"]["code"] == "draining"
+
+
 def test_engines_that_say_503_are_asked_in_turn_and_the_last_answer_stays(fleet: Fleet) -> None:
     fleet.answered_by(refuses(503, message="I drain", type="x", code="draining"))
     answer = fleet.ask()

@@ -389,6 +389,17 @@ def test_of_idle_engines_that_which_was_busy_last_is_taken_and_never_one_with_wo
     assert ask(14, 10.22)[1].engine.name != "b"
 
 
+@pytest.mark.parametrize(("long", "short"), [("a", "b"), ("b", "a")])
+def test_an_engine_is_busy_until_its_answer_has_ended(long: str, short: str) -> None:
+    """However long ago anything was routed."""
+    fleet = Fleet("a", "b")
+    sent = fleet.send(identity(chat(f"one {LONG}")), (short,), 10.0)
+    other = fleet.send(identity(chat(f"two {LONG}")), (long,), 10.5)
+    fleet.router.ended(*other, failed=True, now=10.6)
+    fleet.router.ended(*sent, failed=True, now=15.0)
+    assert fleet.send(identity(chat(f"three {LONG}")), now=15.001)[1].engine.name == long
+
+
 def slow_and_fast() -> Fleet:
     """Engine a takes 20 ms a prompt token, b takes 1 ms."""
     fleet = Fleet("a", "b")
