@@ -1040,7 +1040,7 @@ def test_large_bodies_are_read_once_in_each_turn_of_the_event_loop():
 
 
 @pytest.mark.parametrize(
-    ("size", "rests"), [(256 * 1024, 1.0), (96 * 1024, 0.5), (SMALL_READ_BYTES, 0.25)]
+    ("size", "rests"), [(256 * 1024, 1.0), (96 * 1024, 1.0), (SMALL_READ_BYTES, 0.5)]
 )
 def test_after_what_large_bodies_cost_the_loop_rests_while_others_ask(size, rests):
     """Whoever is alone, and the others once nobody asks any more, need not wait."""
