@@ -1030,11 +1030,12 @@ def parse_events(text: str) -> EventsConfig:
     if (
         given
         or only not in ("", "kv")
-        or not (_EVENTS_ADDRESS.fullmatch(address) and _EVENTS_ADDRESS.fullmatch(replay))
+        or not (_is_events_address(address) and _is_events_address(replay))
     ):
         raise ConfigError(
             f"--events: {text!r} is neither tcp://HOST:PORT nor ipc://PATH, with ?topic=NAME, "
-            "&form=array|map, &only=kv or &replay=ADDRESS after it"
+            "&form=array|map, &only=kv or &replay=ADDRESS after it; no port is above 65535, nor "
+            "that of replay, which is the next one"
         )
     if topic in (ENCODER_TOPIC, ITEM_TOPIC, ENGINE_TOPIC):
         raise ConfigError(f"--events: the topic {topic!r} is that of other events")
@@ -1043,6 +1044,12 @@ def parse_events(text: str) -> EventsConfig:
 
 _EVENT_FORMS: tuple[Literal["array", "map"], ...] = ("array", "map")
 _EVENTS_ADDRESS = re.compile(r"tcp://(\*|\[[0-9A-Fa-f:]+\]|[^\s:/?*]+):[0-9]{1,5}|ipc://[^\s?]+")
+
+
+def _is_events_address(address: str) -> bool:
+    if not _EVENTS_ADDRESS.fullmatch(address):
+        return False
+    return address.startswith("ipc:") or int(address.rpartition(":")[2]) <= 65_535
 
 
 def _next_address(address: str) -> str:

@@ -262,6 +262,38 @@ def test_commands_of_version_3_1_are_known() -> None:
         client.socket.close()
 
 
+def test_answers_to_heartbeats_that_nobody_reads_are_counted_with_what_they_take(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They are so short that what Python needs for each is most of it."""
+    monkeypatch.setattr(zmtp, "MAX_QUEUED_BYTES", 1 << 18)
+    with serving() as server:
+        greedy = connected(server)
+        (client,) = server._clients
+        client.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        pings = b"\4\7\4PING\0\7" * 1000
+        greedy.socket.settimeout(10)
+        most = 0
+        while client.num_queued < (1 << 18) - 1000:
+            greedy.socket.sendall(pings)
+            most = max(most, len(client.queued))
+        for _ in range(10):
+            greedy.socket.sendall(pings)
+            most = max(most, len(client.queued))
+        assert most <= (1 << 18) / 64
+        greedy.socket.close()
+
+
+def test_a_client_whose_machine_is_gone_loses_its_connection() -> None:
+    """The kernel asks it, also where nothing is sent."""
+    with serving(b"ROUTER") as server:
+        asks = connected(server, kind=b"DEALER")
+        (client,) = server._clients
+        assert client.socket.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        assert client.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) <= 60
+        asks.socket.close()
+
+
 def test_a_handshake_that_does_not_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(zmtp, "HANDSHAKE_SECONDS", 0.2)
     monkeypatch.setattr(zmtp, "SWEEP_SECONDS", 0.05)

@@ -496,13 +496,14 @@ class EventPublisher:
         try:
             self._pub = ZmtpServer(config.address, b"PUB")
         except OSError as error:
-            raise ConfigError(f"--events: {config.address}: {error.strerror}") from error
+            raise ConfigError(f"--events: {config.address}: {_reason(error)}") from error
         try:
             self._router = ZmtpServer(config.replay_address, b"ROUTER", self._receive)
         except OSError as error:
             self._pub.close()
             self._pub.turn(0)
-            raise ConfigError(f"--events: {config.replay_address}: {error.strerror}") from error
+            told = f"--events: {config.replay_address}: {_reason(error)}"
+            raise ConfigError(told) from error
         self._queue: queue.SimpleQueue[tuple[str, list[Change]] | None] = queue.SimpleQueue()
         self._logs: dict[str, TopicLog] = {}
         if not config.blocks_only:
@@ -625,6 +626,11 @@ class EventPublisher:
         self._router.send(client, (b"", *replay.next))
         replay.next = None
         return True
+
+
+def _reason(error: OSError) -> str:
+    """Why an address cannot be bound; Python says itself that a path is too long."""
+    return error.strerror or str(error)
 
 
 class WorkShare:

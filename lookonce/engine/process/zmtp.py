@@ -35,7 +35,12 @@ MAX_RECEIVED_FRAMES = 4
 """Of a message; further ones are dropped."""
 MAX_QUEUED_BYTES = 64 << 20
 """For all clients together that are slow: what comes then is lost for the one that has most."""
+MESSAGE_OVERHEAD = 64
+"""Bytes that a queued message is counted with beside its own: an answer to a PING has seven."""
 HANDSHAKE_SECONDS = 10.0
+KEEPALIVE = (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 4))
+"""Seconds, and how often: then a client whose machine is gone has no connection any more, of which
+there are `MAX_CLIENTS`. Of many it would never be known: nothing is sent to them."""
 READ_BYTES = 1024
 """At a time, of one client: hundreds of small messages."""
 ACCEPTED_AT_ONCE = 8
@@ -93,7 +98,7 @@ class Client:
         self.num_sent = 0
         """Bytes of the first of these."""
         self.num_queued = 0
-        """Bytes of all."""
+        """Bytes of all, and `MESSAGE_OVERHEAD` of each."""
 
     def subscribe(self, topic: bytes) -> None:
         if len(self.topics) >= MAX_TOPICS and topic not in self.topics:
@@ -234,7 +239,7 @@ class ZmtpServer:
                 return
             accepted.setblocking(False)
             if accepted.family != socket.AF_UNIX:
-                accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                _set_options(accepted)
             address = str(peer[0]) if isinstance(peer, tuple) else ""
             client = Client(accepted, address, time.monotonic() + HANDSHAKE_SECONDS)
             with self._lock:
@@ -347,12 +352,12 @@ class ZmtpServer:
             client.num_sent = sent
             self._watch(client, selectors.EVENT_READ | selectors.EVENT_WRITE)
         client.queued.append(message)
-        self._count(client, len(message))
+        self._count(client, len(message) + MESSAGE_OVERHEAD)
         while self._num_queued > MAX_QUEUED_BYTES:
             most = max(self._clients, key=lambda each: each.num_queued)
             if len(most.queued) < 2:
                 return
-            self._count(most, -len(most.queued.pop()))
+            self._count(most, -len(most.queued.pop()) - MESSAGE_OVERHEAD)
 
     def _count(self, client: Client, num_bytes: int) -> None:
         client.num_queued += num_bytes
@@ -367,7 +372,7 @@ class ZmtpServer:
                 return
             client.queued.popleft()
             client.num_sent = 0
-            self._count(client, -len(message))
+            self._count(client, -len(message) - MESSAGE_OVERHEAD)
         self._watch(client, selectors.EVENT_READ)
 
     def _watch(self, client: Client, events: int) -> None:
@@ -389,6 +394,15 @@ class ZmtpServer:
             client.queued.clear()
             self._selector.unregister(client.socket)
             client.socket.close()
+
+
+def _set_options(accepted: socket.socket) -> None:
+    with suppress(OSError):  # it has ended meanwhile, which reading tells
+        accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        accepted.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in KEEPALIVE:
+            if hasattr(socket, name):  # not on every system
+                accepted.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def _check_greeting(greeting: bytes) -> None:
