@@ -3,7 +3,6 @@
     price(engine) =   work that waits there: of requests sent from here and not answered yet,
                       without what should be done by now of the one that is first; and of as many
                       others as the engine reports
-                  +   what it takes longer where nothing was computed for a while
                   +   encoder runs of media whose outputs are not held there
                   +   processing of media that are not held there in any form
                   +   prompt tokens beyond the longest beginning that was computed there
@@ -11,12 +10,11 @@
 What another engine holds, and a shared tier (`--encoder-tier`, `--kv-tier`) gives faster than it is
 computed, costs what the tier takes: known once any engine has loaded something.
 
-All but the first two is counted `RECOMPUTED` times, as it also keeps others waiting: a price is no
+All but what waits is counted `RECOMPUTED` times, as it also keeps others waiting: a price is no
 forecast of the first token. Rates are those that each engine measures at its warm-up and as it
 runs; what processing takes is a guess until first tokens tell. Where nothing is reused all but the
-first two is equal, so that the least loaded engine is chosen, of idle ones that which was busy
-last; a picture that everybody asks about gets a second engine when the queue of the first costs
-more than encoding it again.
+first line is equal, so that the least loaded engine is chosen; a picture that everybody asks
+about gets a second engine when the queue of the first costs more than encoding it again.
 
 What engines hold is known from their events, and what they are about to hold from what was sent to
 them. Keys of media and blocks are exact; which prompt has which blocks is learned from
@@ -88,10 +86,6 @@ DECODES_KEPT = 0.9
 MIN_INDEPENDENT = 0.01
 """Least 1 - r² of the numbers of steps and of tokens: with less, the fit cannot tell their costs
 apart."""
-MOST_IDLE = 0.003
-"""Seconds that a request takes longer at an engine that has done nothing for a long time, and
-half of that after `HALF_IDLE` seconds: as `lookonce bench prices` finds it (docs/simulate.md)."""
-HALF_IDLE = 0.015
 EQUAL_SECONDS = 1e-4
 """Prices that differ by less are equal: the engine with fewer requests is chosen."""
 DEFAULT_ANSWER_TOKENS = 64.0
@@ -209,8 +203,6 @@ class EngineState:
         the route's `id`."""
         self.first_began = 0.0
         """When the engine could begin with the first of these."""
-        self.last_busy = 0.0
-        """When a request that was sent from here ended."""
         self.num_requests = 0
         """Sent from here and not ended."""
         self.most_requests = 0
@@ -312,13 +304,6 @@ class EngineState:
         if next(iter(self.unanswered), None) == id(route):
             self.first_began = now
         self.unanswered.pop(id(route), None)
-
-    def idle_seconds(self, now: float) -> float:
-        """How much longer a request takes because the engine has had nothing to do: the model and
-        the code have left the caches of its cores."""
-        if self.num_requests or self.others:
-            return 0.0
-        return MOST_IDLE * (1.0 - HALF_IDLE / (HALF_IDLE + max(0.0, now - self.last_busy)))
 
     def waiting_seconds(self, now: float) -> float:
         """Work that waits there: of requests sent by others too, and without what the engine should
@@ -744,13 +729,7 @@ class Router:
         knowing = self._knowing(media, candidates)
         works = self._works(identity, media, candidates)
         prices = [
-            (
-                engine.waiting_seconds(self._now)
-                + engine.idle_seconds(self._now)
-                + RECOMPUTED * work.to_first_token,
-                engine,
-                work,
-            )
+            (engine.waiting_seconds(self._now) + RECOMPUTED * work.to_first_token, engine, work)
             for engine, work in zip(candidates, works, strict=True)
         ]
         listed = prices
@@ -993,7 +972,6 @@ class Router:
         engine.note_answered(route, self._now)
         engine.backlog = max(0.0, engine.backlog - route.left)
         engine.num_requests -= 1
-        engine.last_busy = self._now
         if not engine.num_requests:
             engine.backlog = 0.0
         for key in route.expected:

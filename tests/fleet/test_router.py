@@ -369,37 +369,6 @@ def test_without_reuse_it_goes_where_the_least_waits() -> None:
     assert [engine.num_requests for engine in fleet.router.engines.values()] == [3, 3, 3]
 
 
-def test_of_idle_engines_that_which_was_busy_last_is_taken_and_never_one_with_work_before_it() -> (
-    None
-):
-    fleet = Fleet("a", "b", "c")
-
-    def ask(number: int, now: float, without: tuple[str, ...] = ()) -> tuple[str, Route]:
-        return fleet.send(identity(chat(f"question {number} {LONG}")), without, now)
-
-    def serve(number: int, now: float, without: tuple[str, ...] = ()) -> str:
-        name, route = ask(number, now, without)
-        fleet.router.ended(name, route, failed=True)  # so that it has computed nothing
-        return route.engine.name
-
-    for number, others in enumerate((("a", "b"), ("b", "c"), ("a", "c"))):
-        serve(number, 10.0 + number / 10, others)
-    assert {serve(number, 10.2 + number / 1000) for number in range(3, 13)} == {"b"}
-    assert ask(13, 10.22)[1].engine.name == "b"
-    assert ask(14, 10.22)[1].engine.name != "b"
-
-
-@pytest.mark.parametrize(("long", "short"), [("a", "b"), ("b", "a")])
-def test_an_engine_is_busy_until_its_answer_has_ended(long: str, short: str) -> None:
-    """However long ago anything was routed."""
-    fleet = Fleet("a", "b")
-    sent = fleet.send(identity(chat(f"one {LONG}")), (short,), 10.0)
-    other = fleet.send(identity(chat(f"two {LONG}")), (long,), 10.5)
-    fleet.router.ended(*other, failed=True, now=10.6)
-    fleet.router.ended(*sent, failed=True, now=15.0)
-    assert fleet.send(identity(chat(f"three {LONG}")), now=15.001)[1].engine.name == long
-
-
 def slow_and_fast() -> Fleet:
     """Engine a takes 20 ms a prompt token, b takes 1 ms."""
     fleet = Fleet("a", "b")
