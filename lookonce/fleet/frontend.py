@@ -108,7 +108,7 @@ MAX_USAGE_BYTES = 4096
 OTHER_EVENTS = 3
 """Of a stream: its first, which has no text, that with the reason of the end, and the last."""
 EVENT_END = b"\n\n"
-NAMED_EVENT = re.compile(rb"(?:\A|\n)event: ")
+EVENT_NAME = b"event: "
 """Events of responses have names, as Anthropic's; those of completions have none."""
 SEQUENCE_NUMBER = re.compile(rb'"sequence_number"\s*:\s*(\d{1,9})')
 STORED_ID = re.compile(rb'"id"\s*:\s*"((?:resp|conv)_[^"]{1,200})"')
@@ -501,9 +501,8 @@ class Frontend:
 
     async def _ask_all(self, exchange: _Exchange) -> dict[str, EngineAnswerParts]:
         """Name → answer of all engines that take requests and answer, refusals too, which they do
-        not audit. They are asked side by side;
-        those that are late are not waited for, as long as there are others, but once one that hangs
-        goes on it reads what it was sent."""
+        not audit. They are asked side by side; those that are late are not waited for, as long as
+        there are others, but once one that hangs goes on it reads what it was sent."""
         members = self._fleet.ready()
         all_late = all(member.state.late for member in members)
         ask = self._whole_answer if all_late or len(members) == 1 else self._answer_unless_late
@@ -915,13 +914,13 @@ def _adapter_name(body: bytes) -> str:
         return ""
 
 
-def _ending_with(error: bytes, last: bytes, path: str) -> bytes:
+def _ending_with(error: bytes, last: bytes, path: str, *, named: bool) -> bytes:
     """The end of a stream as one server writes it where its engine dies. `error`: the body that a
-    whole answer would have; `last`: what was written last."""
+    whole answer would have; `last`: what was written last; `named`: whether events have names."""
     gap = b"" if last.endswith(EVENT_END) else EVENT_END  # an event was cut off
     if path in ANTHROPIC_PATHS:
         return gap + b"event: error\ndata: " + error + EVENT_END
-    if not NAMED_EVENT.search(last):
+    if not named:
         return gap + b"data: " + error + EVENT_END + UNNAMED_EVENTS.end
     told = msgspec.json.decode(error, type=ErrorResponse).error
     numbers = SEQUENCE_NUMBER.findall(last)
@@ -983,6 +982,7 @@ class _Exchange:
         extension = scope.get("extensions", {}).get(WRITE_NOW, {})
         self._write_now: Callable[[bytes], bool] = extension.get("write", lambda chunk: False)
         self._num_events = 0
+        self._names_events = False
         self._last = b""
         """What was written last."""
         self.status = 0
@@ -1111,6 +1111,8 @@ class _Exchange:
     def _note(self, chunk: bytes) -> None:
         self._last = chunk
         if self._streams:
+            if not self._num_events:  # parts of long events come later, and do not tell
+                self._names_events = chunk.startswith(EVENT_NAME)
             self._num_events += chunk.count(b"data: ")
 
     def answer_tokens(self) -> int | None:
@@ -1141,7 +1143,8 @@ class _Exchange:
             if not self._streams:
                 raise _ClientLeft
             if not self._last.endswith(UNNAMED_EVENTS.end):  # else the engine was lost after it
-                await self.write(_ending_with(body, self._last, self.path))
+                named = self._names_events
+                await self.write(_ending_with(body, self._last, self.path, named=named))
             await self.end()
             return
         kept = [each for each in headers if each[0] != b"content-length"]

@@ -316,7 +316,7 @@ def dying(*chunks: bytes) -> Answer:
         for chunk in chunks:
             send_chunk(writer, chunk)
             await writer.drain()
-        await asyncio.sleep(0.1)  # so that they are read
+            await asyncio.sleep(0.05)  # so that each is read, by itself
         engine.kill()
 
     return die
@@ -353,6 +353,15 @@ async def test_a_response_ends_with_its_own_event_for_an_error(path: str) -> Non
         assert name == "event: error"
         told = json.loads(error.removeprefix("data: "))
         assert (told["type"], told["code"], told["sequence_number"]) == ("error", "engine_dead", 9)
+
+
+async def test_a_response_ends_so_after_a_part_of_a_long_event_too() -> None:
+    event = b'event: response.created\ndata: {"sequence_number":7}\n\n'
+    answer = dying(event, b'event: response.completed\ndata: {"a', b"long answer")
+    async with serving(FakeEngine("a", answer=answer)) as served:
+        *_, name, error = await rest_of(served, "/v1/responses", {"model": "nano", "input": "x"})
+        assert name == "event: error"
+        assert json.loads(error.removeprefix("data: "))["code"] == "engine_dead"
 
 
 async def test_an_error_is_an_event_of_its_own_after_one_that_was_cut_off() -> None:
