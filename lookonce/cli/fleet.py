@@ -269,6 +269,8 @@ def serve_until_asked(
         try:
             running.close()
         except _StopAskedError:
+            for number in (signal.SIGTERM, signal.SIGINT):  # a third one must not leave a half
+                signal.signal(number, signal.SIG_IGN)
             logger.warning("asked again: everything is killed")
             running.kill()
 

@@ -231,8 +231,8 @@ def test_without_ray_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) ->
 class Fleet:
     """Of `deploy.RunningFleet` what signals do to it."""
 
-    def __init__(self, *, drains: bool = True) -> None:
-        self._drains = drains
+    def __init__(self, *, drains: bool = True, kills_in: float = 0.0) -> None:
+        self._drains, self._kills_in = drains, kills_in
         self.done: list[str] = []
 
     def close(self) -> None:
@@ -242,6 +242,9 @@ class Fleet:
             time.sleep(30)
 
     def kill(self) -> None:
+        if self._kills_in:
+            send(signal.SIGTERM)
+            time.sleep(self._kills_in)
         self.done.append("kill")
 
 
@@ -276,8 +279,10 @@ def test_sigterm_drains_also_while_a_changed_file_is_being_applied() -> None:
 
 
 @pytest.mark.usefixtures("_signals")
-def test_a_second_sigterm_kills_what_drains() -> None:
-    running = Fleet(drains=False)
+@pytest.mark.parametrize("kills_in", [0.0, 0.3])
+def test_a_second_sigterm_kills_what_drains(kills_in: float) -> None:
+    """Also where a third one comes meanwhile."""
+    running = Fleet(drains=False, kills_in=kills_in)
     began = time.monotonic()
     assert serve_until_asked(running, lambda: send(signal.SIGTERM), lambda: None) == 0  # type: ignore[arg-type]
     assert running.done == ["close", "kill"]
