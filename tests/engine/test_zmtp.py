@@ -145,6 +145,7 @@ def test_a_subscriber_of_zmq_gets_what_it_has_subscribed_to(address: str) -> Non
             sub = stack.enter_context(stack.enter_context(zmq.Context()).socket(zmq.SUB))
             sub.setsockopt(zmq.IPV6, 1)
             sub.setsockopt(zmq.HEARTBEAT_IVL, 100)
+            sub.setsockopt(zmq.HEARTBEAT_TIMEOUT, 1000)
             sub.connect(address.replace("*", "127.0.0.1"))
             sub.setsockopt(zmq.SUBSCRIBE, b"a")
             eventually(lambda: reaches(server, sub, b"ab"), 10)
@@ -156,7 +157,7 @@ def test_a_subscriber_of_zmq_gets_what_it_has_subscribed_to(address: str) -> Non
                 assert sub.poll(10_000)
                 frames = sub.recv_multipart()
             assert frames == [b"ac", b"", large]
-            time.sleep(0.5)  # its heartbeats are answered
+            time.sleep(1.5)  # its heartbeats are answered
             server.publish([b"ad", b"still there"])
             assert sub.poll(5000)
         assert not path.exists()
@@ -292,6 +293,18 @@ def test_a_client_whose_machine_is_gone_loses_its_connection() -> None:
         assert client.socket.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
         assert client.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) <= 60
         asks.socket.close()
+
+
+def test_the_log_tells_once_of_too_many_connections(caplog: pytest.LogCaptureFixture) -> None:
+    with serving() as server:
+        held = [connected(server) for _ in range(MAX_CLIENTS)]
+        for _ in range(2):
+            with suppress(OSError, EOFError):
+                connected(server).socket.close()
+        for each in held:
+            each.socket.close()
+    (line,) = (record.getMessage() for record in caplog.records)
+    assert line.endswith("has more than 64 connections: one from 127.0.0.1 ends, as may others")
 
 
 def test_a_handshake_that_does_not_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:

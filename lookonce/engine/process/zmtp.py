@@ -13,6 +13,7 @@ One thread calls `turn`; any thread may `send` and `publish`.
 from __future__ import annotations
 
 import logging
+import math
 import selectors
 import socket
 import struct
@@ -47,6 +48,8 @@ ACCEPTED_AT_ONCE = 8
 SHORTAGE_SECONDS = 0.5
 """Without a descriptor, until connections are accepted again."""
 SWEEP_SECONDS = 1.0
+TOLD_SECONDS = 60.0
+"""Between two lines of the log about too many connections."""
 
 _GREETING_BYTES = 64
 _MORE, _LONG, _COMMAND = 1, 2, 4
@@ -129,6 +132,7 @@ class ZmtpServer:
         """`address`: `tcp://HOST:PORT`, where `*` is every interface, or `ipc://PATH`.
         `on_message` gets what clients of a `ROUTER` send, in the thread that calls `turn`. Raises
         `OSError` for an address that cannot be bound."""
+        self._address = address
         self._kind = kind
         self._on_message = on_message
         ready = _command(b"READY", b"\x0bSocket-Type" + struct.pack(">I", len(kind)) + kind)
@@ -142,6 +146,8 @@ class ZmtpServer:
         self._listener = self._bind(address)
         self._listens_from = 0.0
         self._next_sweep = 0.0
+        self._told_full = -math.inf
+        """When the log was told last that there are too many connections."""
         self._selector = selectors.DefaultSelector()
         self._wakes, self._waker = socket.socketpair()
         for each in (self._wakes, self._waker, self._listener):
@@ -247,7 +253,19 @@ class ZmtpServer:
                 self._selector.register(accepted, selectors.EVENT_READ, client)
                 self._queue(client, self._hello)
                 if len(self._clients) > MAX_CLIENTS:
-                    self._end(self._one_too_many())
+                    self._end_one()
+
+    def _end_one(self) -> None:
+        surplus = self._one_too_many()
+        if (now := time.monotonic()) >= self._told_full + TOLD_SECONDS:
+            self._told_full = now
+            logger.warning(
+                "%s has more than %d connections: one from %s ends, as may others",
+                self._address,
+                MAX_CLIENTS,
+                surplus.address or "this machine",
+            )
+        self._end(surplus)
 
     def _one_too_many(self) -> Client:
         """Of the address that has most: the first that has not said yet what it is, or the last."""
