@@ -61,6 +61,8 @@ before the step has ended."""
 FEW_TOKENS = LEAST_SLICE_TOKENS - 1
 """A step with so few tokens of prompts takes about as long as one that decodes as many sequences
 more. Beside prompts of others, such steps may be all that tells what a step takes."""
+FEW_SEQUENCES = 4
+"""Such a step takes little more than any does, however wrong it is what each of them needs."""
 FIRST_SLICE_TOKENS = 128
 """As long as it is not known how long tokens take."""
 SHARED_SECONDS = 60.0
@@ -147,9 +149,9 @@ def _ascending(
     classes: Iterable[tuple[float, int]], prompt_token: float
 ) -> list[tuple[int, float]]:
     """(sequences, seconds) of each class, in order of sequences, such that none takes less than one
-    of fewer; before them what a step of none takes, as the first two tell. Of one class alone each
-    sequence is taken to need what a prompt's token does, or all of it while that is not known:
-    steps of fewer will tell."""
+    of fewer; before them what a step of none takes, as the first two tell. Of one class alone,
+    where it is of few, each sequence is taken to need what a prompt's token does; of many, and
+    while that is not known, all of it: steps of fewer will tell."""
     points: list[tuple[int, float]] = []
     for seconds, count in classes:
         points.append((count, max(seconds, points[-1][1] if points else 0.0)))
@@ -157,7 +159,7 @@ def _ascending(
     if len(points) > 1:
         count, seconds = points[0]
         fixed = max(0.0, seconds - count * _slope(points, 1))
-    elif points and prompt_token:
+    elif points and prompt_token and points[0][0] <= FEW_SEQUENCES:
         count, seconds = points[0]
         fixed = max(0.0, seconds - count * prompt_token)
     return [(0, fixed), *points]

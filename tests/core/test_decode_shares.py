@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from lookonce.core.decode_shares import (
     CREDIT_SECONDS,
     LINGER_SECONDS,
-    SHARED_SECONDS,
     MIN_SLICE_TOKENS,
+    SHARED_SECONDS,
     SLICE_SECONDS,
     STEP_SECONDS,
     StepTimes,
@@ -469,6 +469,14 @@ def test_steps_of_one_size_and_of_prompts_tell_what_any_step_takes() -> None:
     assert times.fixed == pytest.approx(0.02, rel=0.01)
     assert times.prompt_token == pytest.approx(0.001, rel=0.01)
     assert times.seconds(1) == pytest.approx(0.021, rel=0.01)
+
+
+def test_steps_of_many_that_cost_more_than_prompts_tokens_make_no_slice_longer() -> None:
+    times = StepTimes()
+    for _ in range(50):
+        times.note(64, 0.020 + 64 * 0.001)
+        times.note_prompt(40, 0, 0.020 + 40 * 0.0005)
+    assert times.fixed == 0.0
 
 
 def test_what_steps_take_is_known_between_sizes_and_beyond() -> None:
