@@ -694,9 +694,10 @@ def test_a_flood_of_requests_takes_a_share_of_the_time_and_keeps_nobody_waiting(
                 honest.apply(payload)
         assert honest.held.keys() == set(held)
         assert time.monotonic() - began < 5.0
-        time.sleep(max(0.0, began + 2.0 - time.monotonic()))
+        time.sleep(max(0.0, began + 4.0 - time.monotonic()))
         elapsed, used = time.monotonic() - began, time.clock_gettime(clock) - used
-        assert used < 1.5 * REPLAY_SHARE * elapsed
+        # On a busy machine the flood is held up, and some of its share is saved.
+        assert used < 1.5 * REPLAY_SHARE * elapsed + SAVED_SECONDS
     finally:
         flood.kill()
         flood.wait()
