@@ -12,7 +12,7 @@ import signal
 import threading
 from collections.abc import Callable, Collection, Iterable
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import Any, Protocol, get_type_hints
 
 import msgspec
 
@@ -22,9 +22,6 @@ from lookonce.config import NANO, Options, resolve
 from lookonce.errors import ConfigError, UnavailableError
 from lookonce.fleet.config import FleetConfig
 from lookonce.types.logs import configure_logging, tell
-
-if TYPE_CHECKING:
-    from lookonce.fleet.deploy import RunningFleet
 
 logger = logging.getLogger("lookonce.fleet")
 
@@ -240,12 +237,22 @@ def run_fleet(path: str | None, overrides: dict[str, Any]) -> int:
     )
 
 
+class Ending(Protocol):
+    """What signals do to a fleet (`deploy.RunningFleet`)."""
+
+    def close(self) -> None:
+        """Drain it, and return once it has ended."""
+
+    def kill(self) -> None:
+        """End it at once."""
+
+
 class _StopAskedError(BaseException):
     """SIGTERM or Ctrl-C: raised in the main thread, whatever it waits for."""
 
 
 def serve_until_asked(
-    running: RunningFleet, on_serving: Callable[[], None], on_reload: Callable[[], None]
+    running: Ending, on_serving: Callable[[], None], on_reload: Callable[[], None]
 ) -> int:
     """Until SIGTERM or Ctrl-C, then drain; the exit status. Asked again, end at once. SIGHUP calls
     `on_reload`, which ends where it is asked to stop meanwhile."""

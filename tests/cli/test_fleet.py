@@ -273,7 +273,7 @@ def test_sigterm_drains_also_while_a_changed_file_is_being_applied() -> None:
         send(signal.SIGTERM)
         time.sleep(30)  # as engines that load weights take
 
-    assert serve_until_asked(running, lambda: send(signal.SIGHUP), apply) == 0  # type: ignore[arg-type]
+    assert serve_until_asked(running, lambda: send(signal.SIGHUP), apply) == 0
     assert running.done == ["apply", "close"]
     assert time.monotonic() < began + 10
 
@@ -284,6 +284,6 @@ def test_a_second_sigterm_kills_what_drains(kills_in: float) -> None:
     """Also where a third one comes meanwhile."""
     running = Fleet(drains=False, kills_in=kills_in)
     began = time.monotonic()
-    assert serve_until_asked(running, lambda: send(signal.SIGTERM), lambda: None) == 0  # type: ignore[arg-type]
+    assert serve_until_asked(running, lambda: send(signal.SIGTERM), lambda: None) == 0
     assert running.done == ["close", "kill"]
     assert time.monotonic() < began + 10
