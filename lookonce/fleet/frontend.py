@@ -919,18 +919,21 @@ def _ending_with(error: bytes, last: bytes, path: str, *, named: bool) -> bytes:
     whole answer would have; `last`: what was written last; `named`: whether events have names."""
     gap = b"" if last.endswith(EVENT_END) else EVENT_END  # an event was cut off
     if path in ANTHROPIC_PATHS:
-        return gap + b"event: error\ndata: " + error + EVENT_END
-    if not named:
+        event = error
+    elif not named:
         return gap + b"data: " + error + EVENT_END + UNNAMED_EVENTS.end
-    told = msgspec.json.decode(error, type=ErrorResponse).error
-    numbers = SEQUENCE_NUMBER.findall(last)
-    event = ErrorEvent(
-        sequence_number=int(numbers[-1]) + 1 if numbers else 0,
-        code=told.code or told.type,
-        message=told.message,
-        param=told.param,
-    )
-    return gap + b"event: error\ndata: " + encode(event) + EVENT_END
+    else:
+        told = msgspec.json.decode(error, type=ErrorResponse).error
+        numbers = SEQUENCE_NUMBER.findall(last)
+        event = encode(
+            ErrorEvent(
+                sequence_number=int(numbers[-1]) + 1 if numbers else 0,
+                code=told.code or told.type,
+                message=told.message,
+                param=told.param,
+            )
+        )
+    return gap + b"event: error\ndata: " + event + EVENT_END
 
 
 class _Told(msgspec.Struct):

@@ -45,20 +45,16 @@ def audit(event: str, scope: Scope, **fields: Any) -> None:
 
 
 def audit_refusal(scope: Scope, error: LookOnceError) -> None:
-    if (
-        not scope["state"]
-        .get(AUDITED_ELSEWHERE, NO_STATUSES)
-        .isdisjoint(("*", str(http_status(error))))
-    ):
+    status = http_status(error)
+    if {"*", str(status)} & scope["state"].get(AUDITED_ELSEWHERE, NO_STATUSES):
         return
-    param = getattr(error, "param", None)
     audit(
         "refused",
         scope,
-        status=http_status(error),
+        status=status,
         error=type(error).__name__,
         code=getattr(error, "code", None),
-        param=named_param(param),
+        param=named_param(getattr(error, "param", None)),
     )
 
 
