@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tools import structure
-from tools.structure import Size, Step, documented_walk, measure, misplaced
+from tools.structure import Size, Step, Walk, documented_walk, measure, misplaced
 
 SCRIPT = Path(structure.__file__)
 
@@ -164,8 +164,11 @@ def test_a_folder_without_the_package_is_refused(tmp_path):
     assert f"no lookonce in {tmp_path}" in ran.stderr
 
 
-def run_recorded(root: Path, recorded: Path) -> None:
-    """Run `lookonce.a` at `root` with the hook; its argument is the file `recording`."""
+def recorded_walk(root: Path, recorded: Path, *, recording: bool) -> Walk:
+    """What is recorded of `lookonce.a` at `root`, whose argument is the file that says whether to
+    record; at its start `recording`."""
+    recorded.mkdir()
+    (recorded / "recording").write_bytes(bytes([recording]))
     subprocess.run(
         [sys.executable, "-m", "lookonce.a", recorded / "recording"],
         env={
@@ -177,6 +180,7 @@ def run_recorded(root: Path, recorded: Path) -> None:
         check=True,
         timeout=60,
     )
+    return structure.read_walk(root, recorded)
 
 
 def test_the_hook_records_functions_of_the_package_while_it_is_told_to(checkout, tmp_path):
@@ -196,11 +200,7 @@ def test_the_hook_records_functions_of_the_package_while_it_is_told_to(checkout,
             )
         }
     )
-    recorded = tmp_path / "recorded"
-    recorded.mkdir()
-    (recorded / "recording").write_bytes(b"\0")
-    run_recorded(root, recorded)
-    way = structure.read_walk(root, recorded)
+    way = recorded_walk(root, tmp_path / "recorded", recording=False)
     assert [(step.process, step.line, step.function) for step in way.steps] == [
         ("a", 4, "loop"),
         ("a", 3, "inner"),
@@ -228,11 +228,7 @@ def test_the_hook_records_what_forked_processes_run(checkout, tmp_path):
             )
         }
     )
-    recorded = tmp_path / "recorded"
-    recorded.mkdir()
-    (recorded / "recording").write_bytes(b"\1")
-    run_recorded(root, recorded)
-    way = structure.read_walk(root, recorded)
+    way = recorded_walk(root, tmp_path / "recorded", recording=True)
     assert {(step.process, step.function) for step in way.steps} == {
         ("a", "begun"),
         ("b", "begun"),
