@@ -100,7 +100,7 @@ READ_COST_BYTES = 64 * 1024
 """A read costs as much as so many bytes of it, beside those that it has."""
 REST_AFTER_BYTES = 64 * 1024 + READ_COST_BYTES
 """What a read of 64 kB costs. Smaller ones, as all of TLS, rest less often. Were it what the
-largest read costs (256 kB), a short text would take 3.8 ms beside such bodies, and not 2.8."""
+largest read costs (256 kB), short requests would wait a third longer beside such bodies."""
 SMALL_READ_BYTES = 16 * 1024
 """Who sent less since its last turn waits for the next one behind others who did."""
 SMALL_READS_PER_TURN = 4
