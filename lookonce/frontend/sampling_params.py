@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, cast
 
 import msgspec
 
@@ -280,16 +279,16 @@ def _json_grammar(schema: str | Schema, param: str, close: bool) -> Grammar:
     if isinstance(schema, str):
         Grammar(kind="json_schema", source=schema, param=param)
         try:
-            schema = msgspec.json.decode(schema, type=Schema)
+            decoded: Schema = msgspec.json.decode(schema, type=Schema)
         except (ValueError, RecursionError):
             raise BadRequestError(f"{param}: not a JSON schema", param=param) from None
+        schema = decoded
     if isinstance(schema, bool):
         schema = {} if schema else {"not": {}}
-    read = cast("dict[str, Any]", schema)
-    asked = Grammar(kind="json_schema", source=_json_text(read, param), param=param)
+    asked = Grammar(kind="json_schema", source=_json_text(schema, param), param=param)
     if not close:
         return asked
-    source = _json_text(closed_schema(read, param), param)
+    source = _json_text(closed_schema(schema, param), param)
     return Grammar(kind="json_schema", source=source, param=param)
 
 
