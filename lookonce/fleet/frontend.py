@@ -642,14 +642,14 @@ class Frontend:
         for asked in members:
             is_last = asked is members[-1]
             ask = self._whole_answer if is_last else self._answer_unless_late
-            answer = await ask(exchange, asked)
+            answer = await ask(exchange, asked, kept_back=ALL_REFUSALS)
             if answer is None:
                 continue
             status, headers, body = answer
             if status == 200:
                 cards = {card["id"]: card for member in members for card in member.cards}
                 body = msgspec.json.encode({"object": "list", "data": list(cards.values())})
-            await exchange.answer(status, headers, body)
+            await exchange.answer_kept_back(status, headers, body)
             return
         await exchange.refuse(503, "no_engine", "no engine takes requests now")
 

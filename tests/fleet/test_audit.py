@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
 
 import httpx
@@ -53,7 +55,7 @@ def audited(server: LiveServer) -> list[tuple[str, int]]:
     return [(e["route"], e["status"]) for e in lines if e.get("event") == "refused"]
 
 
-def own_lines(caplog: pytest.LogCaptureFixture) -> list[tuple[int, str | None, str]]:
+def own_lines(caplog: pytest.LogCaptureFixture) -> list[tuple[int, str | None, str | None]]:
     """Status, code and tenant of each refusal that a front-end in this process wrote."""
     told = [line.__dict__ for line in caplog.records if line.name == "lookonce.audit"]
     return [(e["status"], e["code"], e["tenant"]) for e in told if e["event"] == "refused"]
@@ -97,6 +99,35 @@ def test_only_what_the_client_got_is_told_where_several_engines_are_asked(
         (422, "media_not_cached", "team"),
         (403, "forbidden", "team"),
     ]
+
+
+def test_models_are_refused_in_one_line_beside_an_engine_that_hangs_for_a_while(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="lookonce.audit")
+    keys = tmp_path / "keys"
+    keys.write_text("team:secret\n")
+    options = ("--log-format", "json", "--api-key-file", str(keys), "--behind-frontends")
+    options += ("--forwarded-allow-ips", "127.0.0.1")
+    with (
+        running_engine("a", *options) as hanging,
+        running_engine("b", *options) as other,
+        running_frontend([hanging.address, other.address], keys=keys) as running,
+    ):
+        wrong = {"authorization": "Bearer other"}
+        os.kill(hanging.server.process.pid, signal.SIGSTOP)
+        try:
+            asked = httpx.get(f"{running.url}/v1/models", headers=wrong, timeout=60)
+        finally:
+            os.kill(hanging.server.process.pid, signal.SIGCONT)
+        assert asked.status_code == 401
+        own = {"authorization": "Bearer secret"}
+        body = {"model": "nano", "prompt": 7}
+        httpx.post(f"{hanging.server.url}/v1/completions", json=body, headers=own, timeout=60)
+        until(lambda: ("POST /v1/completions", 400) in audited(hanging.server), 30)
+        # It was sent the first request before, and has read it by now.
+        assert audited(hanging.server) + audited(other.server) == [("POST /v1/completions", 400)]
+    assert own_lines(caplog) == [(401, "invalid_api_key", None)]
 
 
 def test_an_engine_behind_other_proxies_audits_all_that_it_refuses() -> None:
