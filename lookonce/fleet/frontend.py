@@ -519,7 +519,7 @@ class Frontend:
         return answers
 
     def _add_missing(self, exchange: _Exchange, answered: Collection[str]) -> None:
-        """Say which engines an answer knows nothing of."""
+        """Say which engines an answer that was put together from `answered` knows nothing of."""
         if missing := sorted(self._fleet.members.keys() - answered):
             names = ", ".join(missing).encode("latin-1", "replace")
             exchange.added.append((b"x-lookonce-missing", names))
@@ -559,7 +559,6 @@ class Frontend:
         answered = await self._ask_all(exchange)
         answers = [*answered.values()]
         held = next((each for each in answers if each[0] != 200), answers[-1] if answers else None)
-        self._add_missing(exchange, answered)
         aborted: list[str] = []
         if aborting:
             for status, _, body in answers:
@@ -569,6 +568,8 @@ class Frontend:
             asked = msgspec.json.decode(exchange.content, type=_Aborts).request_ids
             unknown = [each for each in asked if each not in aborted]  # to engines, yet
             aborted += await self._rendering.abort(exchange.tenant, unknown)
+        if held is not None and held[0] == 200:
+            self._add_missing(exchange, answered)
         if held is None:
             await exchange.refuse(503, "no_engine", "no engine takes requests now")
         elif held[0] == 200 and aborting:
@@ -582,10 +583,10 @@ class Frontend:
         good = {name: each for name, each in answers.items() if each[0] == 200}
         told: list[dict[str, Any]] = [msgspec.json.decode(each[2]) for each in good.values()]
         held = next(iter((good or answers).values()), None)
-        self._add_missing(exchange, good or answers)
         if held is None:
             await exchange.refuse(503, "no_engine", "no engine takes requests now")
         elif told:
+            self._add_missing(exchange, good)
             await exchange.answer(200, held[1], msgspec.json.encode(_added(told)))
         else:
             await exchange.answer_kept_back(*held)

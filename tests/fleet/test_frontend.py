@@ -1666,3 +1666,23 @@ async def test_engines_that_take_no_requests_are_told_to_be_missing() -> None:
         await served.until(lambda: len(served.fleet.ready()) == 1)
         answer = await served.client.post("/reset_prefix_cache")
         assert answer.headers["x-lookonce-missing"] == "b"
+
+
+@pytest.mark.parametrize("path", ["/load", "/reset_prefix_cache"])
+async def test_refusals_name_no_missing_engines(path: str) -> None:
+    """Nothing was put together from engines' answers."""
+
+    async def refuse(engine: FakeEngine, request: Received, writer: asyncio.StreamWriter) -> None:
+        reply(writer, 403, {"error": {"code": "forbidden"}})
+
+    async with serving(FakeEngine("a", answer=refuse), FakeEngine("b")) as served:
+        served.named("b").ready = False
+        await served.until(lambda: len(served.fleet.ready()) == 1)
+        method = "GET" if path == "/load" else "POST"
+        refused = await served.client.request(method, path)
+        served.named("a").ready = False
+        await served.until(lambda: not served.fleet.ready())
+        nobody = await served.client.request(method, path)
+        assert [refused.status_code, nobody.status_code] == [403, 503]
+        for answer in (refused, nobody):
+            assert "x-lookonce-missing" not in answer.headers
