@@ -163,6 +163,7 @@ def _warmup_services(services: Services, renderer: ReadOnlyRenderer) -> Services
         guard=RequestGuard(),
         drain=Drain(),
         running=RunningRequests(),
+        rates=None,
         shared_counts=None,
         abort_peers=None,
         request_log=None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 
 import pytest
 
@@ -13,9 +13,11 @@ from lookonce.errors import UnprocessableMediaError
 from lookonce.render.media.pool import share_of_workers
 from lookonce.render.readonly import open_readonly
 from lookonce.server.http.app import RENDER_ROUTES, build_app
+from lookonce.server.rate_limits import RateLimits
 from lookonce.server.tracing import FinishedTrace, Tracer
 from lookonce.server.warmup import warm_up, warming_up
 from lookonce.types.counts import Counts
+from lookonce.types.limits import Limits, TenantLimits
 from tests.support.nodes import engine_node, render_node, run
 
 
@@ -79,6 +81,24 @@ def test_it_leaves_no_trace(folder):
             assert len(traces) == 1
 
     run(scenario())
+
+
+def test_limits_neither_count_it_nor_hold_it_up(folder, tmp_path, log):
+    one = TenantLimits(requests_per_second=1, concurrent_requests=1, media_per_minute=1)
+
+    async def scenario():
+        async with engine_node(folder("llava")) as node, stage(node) as (_, app):
+            with closing(RateLimits(Limits(default=one), tmp_path / "limits")) as rates:
+                node.services.rates = rates
+                await warm_up(node.services, app)
+                body = {"prompt": "What is this?", "max_tokens": 1}
+                answer = await node.http.post("/v1/completions", json=body)
+                assert answer.status_code == 200
+                assert answer.headers["x-ratelimit-remaining-requests"] == "0"  # its own
+                assert answer.headers["x-ratelimit-remaining-media"] == "1"
+
+    run(scenario())
+    assert {record.levelname for record in log.records} == {"INFO"}
 
 
 def test_a_model_that_takes_sound_alone_is_warmed_up_with_sound_alone(folder, log):
