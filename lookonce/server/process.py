@@ -71,11 +71,12 @@ a thread that waits wakes up to ask again."""
 ENGINE_SECONDS = 10.0
 """How long a process that was restarted waits for the engine before it takes requests, which it
 would have to refuse; the other API processes take them meanwhile."""
-COLLECTED_AFTER = (5000, 2, 50)
+COLLECTED_AFTER = (2000, 2, 125)
 """Thresholds of garbage collection. With Python's 700 the objects of a dozen streams would be
-searched again and again for cycles that are not there. With its 10 the second generation is of
-50,000 objects while a large chat is converted: 3 ms in which no other thread runs. The oldest is
-collected as often as with 10 and 10."""
+searched again and again for cycles that are not there. A collection of the second generation is of
+6,000 objects, a millisecond or two in which no other thread runs: of ten times as many while a
+large chat is converted, with 5000 and Python's 10. The oldest is collected as often as with 5000,
+10 and 10."""
 
 
 class ApiStart(msgspec.Struct, frozen=True, kw_only=True):

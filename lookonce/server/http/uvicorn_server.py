@@ -23,13 +23,14 @@ from lookonce.server.http.websocket import (
     PING_TIMEOUT_SECONDS,
     WebSocketProtocol,
 )
-from lookonce.types.memory import give_memory_back
+from lookonce.types.memory import give_memory_back, resident_bytes
 
 TICKS_PER_SWEEP = 10
 """uvicorn ticks ten times a second."""
 TRIM_BYTES = 64 << 20
-"""After so many bytes were received freed memory is given back to the system: bodies, abandoned
-ones too, would leave it in pieces that stay with this process."""
+"""Where this process has grown by so much since the last time, freed memory is given back to the
+system: bodies, abandoned ones too, would leave it in pieces that stay. While it is given back, for
+milliseconds, nothing can be allocated, so no more often than that."""
 REST_BYTES, REST_CONNECTIONS = 1 << 20, 128
 """So many bytes received or connections ended are enough where nothing comes any more."""
 
@@ -67,8 +68,8 @@ class AcceptingServer(uvicorn.Server):
         self._tls = tls
         self._traffic_before = self._rested = connections.traffic
         """At the last sweep, and when memory was given back at rest."""
-        self._trimmed = 0
-        """Bytes that had been received when memory was given back."""
+        self._trimmed = resident_bytes()
+        """This process's size when memory was given back."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -106,15 +107,15 @@ class AcceptingServer(uvicorn.Server):
         return await super().on_tick(counter)
 
     async def _give_memory_back(self) -> None:
-        """Give memory back where enough was received since the last time, and where less was and
-        no more comes."""
+        """Give memory back where this process has grown enough since the last time, and where
+        something was received and no more comes."""
         seen = self._connections.traffic
         rests, self._traffic_before = seen == self._traffic_before, seen
         received, ended = seen[0] - self._rested[0], seen[1] - self._rested[1]
         if rests and (received >= REST_BYTES or ended >= REST_CONNECTIONS):
             gc.collect()  # requests that were cut off are cycles
             self._rested = seen
-        elif seen[0] - self._trimmed < TRIM_BYTES:
+        elif resident_bytes() - self._trimmed < TRIM_BYTES:
             return
-        self._trimmed = seen[0]
         await asyncio.to_thread(give_memory_back)
+        self._trimmed = resident_bytes()

@@ -1278,9 +1278,11 @@ def test_a_large_body_that_is_whole_is_served_though_its_client_sends_no_more():
 # --- memory ---------------------------------------------------------------------------------------
 
 
-def test_memory_is_given_back_once_enough_came_or_nothing_more_comes(monkeypatch):
+def test_memory_is_given_back_once_the_process_grew_or_nothing_more_comes(monkeypatch):
     times = []
+    size = 0
     monkeypatch.setattr(uvicorn_server, "give_memory_back", lambda: times.append(1))
+    monkeypatch.setattr(uvicorn_server, "resident_bytes", lambda: size)
 
     async def scenario():
         connections = Connections(ConnectionConfig())
@@ -1296,7 +1298,13 @@ def test_memory_is_given_back_once_enough_came_or_nothing_more_comes(monkeypatch
         assert await after(uvicorn_server.REST_BYTES) == 0  # more may come
         assert await after(0) == 1
         assert await after(0) == 1
-        assert await after(uvicorn_server.TRIM_BYTES) == 2
+        assert await after(100 * uvicorn_server.TRIM_BYTES) == 1  # all of it was freed again
+        nonlocal size
+        size = uvicorn_server.TRIM_BYTES
+        assert await after(1) == 2
+        assert await after(1) == 2  # the rest is in use
+        size += uvicorn_server.TRIM_BYTES - 1
+        assert await after(1) == 2
         assert await after(0) == 3  # what was not garbage before
         assert await after(0, ended=uvicorn_server.REST_CONNECTIONS) == 3
         assert await after(0) == 4
