@@ -3,6 +3,8 @@
     price(engine) =   work that waits there: of requests sent from here and not answered yet,
                       without what should be done by now of the one that is first; and of as many
                       others as the engine reports
+                  +   where it shares cores with other engines: what it takes from these, and what
+                      it takes longer where it has been idle
                   +   encoder runs of media whose outputs are not held there
                   +   processing of media that are not held there in any form
                   +   prompt tokens beyond the longest beginning that was computed there
@@ -10,11 +12,16 @@
 What another engine holds, and a shared tier (`--encoder-tier`, `--kv-tier`) gives faster than it is
 computed, costs what the tier takes: known once any engine has loaded something.
 
-All but what waits is counted `RECOMPUTED` times, as it also keeps others waiting: a price is no
-forecast of the first token. Rates are those that each engine measures at its warm-up and as it
-runs; what processing takes is a guess until first tokens tell. Where nothing is reused all but the
-first line is equal, so that the least loaded engine is chosen; a picture that everybody asks
-about gets a second engine when the queue of the first costs more than encoding it again.
+All but what waits and idleness is counted `RECOMPUTED` times, as it also keeps others waiting: a
+price is no forecast of the first token. Rates are those that each engine measures at its warm-up
+and as it runs; what processing takes is a guess until first tokens tell. Where nothing is reused
+all but the first two is equal, so that the least loaded engine is chosen; a picture that everybody
+asks about gets a second engine when the queue of the first costs more than encoding it again.
+
+Of engines that share cores no more should compute at a time than there are cores for: more of them
+do the same work in the same time, and each first token is later. So what no engine knows goes to
+one that is busy or was last, until more waits there than another one would take from it, or until
+what is evicted there is missed.
 
 What engines hold is known from their events, and what they are about to hold from what was sent to
 them. Keys of media and blocks are exact; which prompt has which blocks is learned from
@@ -25,7 +32,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from typing import NamedTuple
@@ -86,6 +93,12 @@ DECODES_KEPT = 0.9
 MIN_INDEPENDENT = 0.01
 """Least 1 - r² of the numbers of steps and of tokens: with less, the fit cannot tell their costs
 apart."""
+MOST_IDLE = 0.003
+"""Seconds that a request takes longer at an engine that has done nothing for a long time, and
+half of that after `HALF_IDLE` seconds, as `lookonce bench prices` finds it (docs/simulate.md)."""
+HALF_IDLE = 0.015
+STORED_KEPT = 0.98
+"""Weight of the prompts before at a new one, in what an engine has stored and evicted."""
 EQUAL_SECONDS = 1e-4
 """Prices that differ by less are equal: the engine with fewer requests is chosen."""
 DEFAULT_ANSWER_TOKENS = 64.0
@@ -203,6 +216,11 @@ class EngineState:
         the route's `id`."""
         self.first_began = 0.0
         """When the engine could begin with the first of these."""
+        self.last_busy = 0.0
+        """When a request that was sent from here ended."""
+        self.stored_tokens = self.evicted_tokens = 0.0
+        """Prompt tokens that it computed for requests from here, and those that were asked for
+        again when it had evicted them; older ones count less."""
         self.num_requests = 0
         """Sent from here and not ended."""
         self.most_requests = 0
@@ -304,6 +322,49 @@ class EngineState:
         if next(iter(self.unanswered), None) == id(route):
             self.first_began = now
         self.unanswered.pop(id(route), None)
+
+    @property
+    def machine(self) -> int:
+        """Names the cores that it shares with the engines that name the same; 0: none."""
+        return 0 if self.load is None else self.load.machine
+
+    def idle_seconds(self, now: float) -> float:
+        """How much longer a request takes because it has had nothing to do: the model and the code
+        have left the caches of the cores."""
+        if self.num_requests or self.others:
+            return 0.0
+        return MOST_IDLE * (1.0 - HALF_IDLE / (HALF_IDLE + max(0.0, now - self.last_busy)))
+
+    def evicting_seconds(self, work: Work) -> float:
+        """What is computed again because this prompt takes its place."""
+        if not self.evicted_tokens:
+            return 0.0
+        return work.prompt * min(1.0, self.evicted_tokens / max(1.0, self.stored_tokens))
+
+    def note_stored(self, num_tokens: int) -> None:
+        self.stored_tokens = STORED_KEPT * self.stored_tokens + num_tokens
+        self.evicted_tokens *= STORED_KEPT
+
+    def seconds_to_cores(self, beside: Sequence[tuple[float, EngineState]]) -> float:
+        """Until those beside leave it as many cores as it computes with. `beside`: the engines that
+        share its cores, itself among them, and the work that waits at each; the least first."""
+        load = self.load
+        if load is None:
+            return 0.0
+        busy = [each for each in beside if each[0] > 0.0 and each[1] is not self]
+        used = sum([each[1].num_threads for each in busy])
+        seconds = 0.0
+        for waiting, engine in busy:
+            if used + self.num_threads <= load.cores:
+                break
+            seconds = waiting
+            used -= engine.num_threads
+        return seconds
+
+    @property
+    def num_threads(self) -> int:
+        """That it computes with."""
+        return 0 if self.load is None else self.load.threads
 
     def waiting_seconds(self, now: float) -> float:
         """Work that waits there: of requests sent by others too, and without what the engine should
@@ -728,8 +789,13 @@ class Router:
         media = [self._keyed(medium, identity) for medium in identity.media]
         knowing = self._knowing(media, candidates)
         works = self._works(identity, media, candidates)
+        sharing = self._sharing_cores()
         prices = [
-            (engine.waiting_seconds(self._now) + RECOMPUTED * work.to_first_token, engine, work)
+            (
+                self._begins_after(engine, work, sharing) + RECOMPUTED * work.to_first_token,
+                engine,
+                work,
+            )
             for engine, work in zip(candidates, works, strict=True)
         ]
         listed = prices
@@ -752,6 +818,38 @@ class Router:
         route = Route(engine, identity, work, reason, price, next_price)
         self._begin(request_id, route, media)
         return route
+
+    def _sharing_cores(self) -> dict[int, list[tuple[float, EngineState]]]:
+        """Machine → its engines, of all models, where there are several, and the work that waits
+        at each; the least first."""
+        found: dict[int, list[tuple[float, EngineState]]] = {}
+        for engine in self.engines.values():
+            if engine.machine:
+                waiting = engine.waiting_seconds(self._now), engine
+                found.setdefault(engine.machine, []).append(waiting)
+        return {
+            machine: sorted(listed, key=itemgetter(0))
+            for machine, listed in found.items()
+            if len(listed) > 1
+        }
+
+    def _begins_after(
+        self,
+        engine: EngineState,
+        work: Work,
+        sharing: Mapping[int, Sequence[tuple[float, EngineState]]],
+    ) -> float:
+        """Seconds of the work that waits at an engine; of one that shares its cores, also those for
+        which there is no core (a request takes no more from others there than it needs itself), and
+        those by which idleness makes it slower. Both send requests to few engines, so what these
+        evict is counted, too."""
+        waiting = engine.waiting_seconds(self._now)
+        beside = sharing.get(engine.machine)
+        if beside is None:
+            return waiting
+        until = engine.seconds_to_cores(beside) - waiting
+        taken = min(max(0.0, until), work.to_first_token) + engine.evicting_seconds(work)
+        return waiting + engine.idle_seconds(self._now) + RECOMPUTED * taken
 
     def _punctual(self, identity: Identity, candidates: list[EngineState]) -> list[EngineState]:
         """Those that are not late, as far as there are any."""
@@ -823,7 +921,7 @@ class Router:
         """What the request costs at each engine."""
         ends = self._ends(identity, media)
         total = ends[-1]
-        known = self._known_pieces(identity, candidates)
+        known = self._known_pieces(identity, candidates, ends)
         rates = _rates_of(candidates)
         longest = max(known.values())
         places = {piece.medium: at for at, piece in enumerate(identity.pieces)}
@@ -876,9 +974,11 @@ class Router:
         return ends
 
     def _known_pieces(
-        self, identity: Identity, candidates: Sequence[EngineState]
+        self, identity: Identity, candidates: Sequence[EngineState], ends: Sequence[float]
     ) -> dict[int, int]:
-        """Engine → how many of the first pieces it has computed, or is about to compute."""
+        """Engine → how many of the first pieces it has computed, or is about to compute. Notes what
+        engines have evicted of the prompt."""
+        evicted: dict[int, int] = {}
         known = dict.fromkeys((engine.number for engine in candidates), 0)
         unknown = set(known)
         for at in range(len(identity.pieces) - 1, -1, -1):
@@ -891,6 +991,7 @@ class Router:
                 block = node.blocks[number]
                 if self._is_evicted(block, number):
                     del node.blocks[number]
+                    evicted.setdefault(number, at + 1)
                     continue
                 known[number] = at + 1
                 unknown.discard(number)
@@ -899,6 +1000,11 @@ class Router:
             for number in unknown & node.computing.keys():
                 known[number] = at + 1
                 unknown.discard(number)
+        if evicted:
+            for engine in candidates:
+                number = engine.number
+                lost = max(known[number], evicted.get(number, 0))
+                engine.evicted_tokens += ends[lost] - ends[known[number]]
         return known
 
     def _is_evicted(self, block: int | None, number: int) -> bool:
@@ -917,6 +1023,7 @@ class Router:
         route.left = route.work.to_first_token + route.work.answer
         route.sent = self._now
         engine.note_sent(route)
+        engine.note_stored(route.work.num_tokens - route.work.known_tokens)
         engine.backlog += route.left
         engine.num_requests += 1
         engine.most_requests = max(engine.most_requests, engine.num_requests)
@@ -972,6 +1079,7 @@ class Router:
         engine.note_answered(route, self._now)
         engine.backlog = max(0.0, engine.backlog - route.left)
         engine.num_requests -= 1
+        engine.last_busy = self._now
         if not engine.num_requests:
             engine.backlog = 0.0
         for key in route.expected:

@@ -86,6 +86,9 @@ class EngineLoad(msgspec.Struct, frozen=True, gc=False, tag=True):
     tier_outputs: int = 0
     tier_output_seconds: float = 0.0
     decode_steps: int = 0
+    machine: int = 0
+    cores: int = 0
+    threads: int = 0
 
 
 Change: TypeAlias = Added | Gone | AllGone | PromptComputed | EngineLoad

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
+import os
 
-from lookonce.config import KVConfig, SchedulerConfig
+import pytest
+import torch
+
+from lookonce.config import EventsConfig, KVConfig, SchedulerConfig
 from lookonce.engine.process import load_engine as build_module
 from lookonce.engine.process.load_engine import load_engine
 from lookonce.errors import BadRequestError, ConfigError, ModelLoadError
@@ -24,6 +27,28 @@ def test_an_engine_is_warm_and_its_counters_are_at_zero(folder):
         tokens += [token for delta in output.deltas for token in delta.token_ids]
     assert len(tokens) == 8
     core.check_integrity()
+
+
+def test_engines_on_the_same_cores_tell_one_name_of_them_and_how_many_they_use(
+    folder, tmp_path, monkeypatch
+):
+    """So that a router knows which engines share cores."""
+    given = settings(folder("llama"), events=EventsConfig("ipc://events", "ipc://replay"))
+
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)  # as by OMP_NUM_THREADS
+
+    def load_on(*cores):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(cores))
+        core, _ = build(given)
+        return core.load
+
+    one, again, apart = load_on(0, 1), load_on(1, 0), load_on(2, 3)
+    assert one.machine == again.machine > 0
+    assert apart.machine not in (0, one.machine)
+    assert (one.cores, one.threads) == (2, 1)
+    monkeypatch.setattr(build_module, "BOOT_ID", tmp_path / "no such file")
+    unnamed = load_on(0, 1)
+    assert (unnamed.machine, unnamed.cores, unnamed.threads) == (0, 0, 0)
 
 
 def test_loading_is_reported_up_to_the_last_weight(folder):

@@ -369,6 +369,91 @@ def test_without_reuse_it_goes_where_the_least_waits() -> None:
     assert [engine.num_requests for engine in fleet.router.engines.values()] == [3, 3, 3]
 
 
+def sharing_cores(*names: str, cores: int, machine: int = 7) -> Fleet:
+    """Engines of one thread on these cores."""
+    fleet = Fleet(*names)
+    for engine in fleet.router.engines.values():
+        fleet.router.apply(engine, [load(machine=machine, cores=cores, threads=1)])
+    return fleet
+
+
+def engines_of_new_pictures(fleet: Fleet, count: int) -> list[str]:
+    """The engines of requests that come at once."""
+    asked = [identity(chat([picture(b"%d" % number)])) for number in range(count)]
+    return [fleet.send(each)[1].engine.name for each in asked]
+
+
+def test_no_more_engines_compute_at_a_time_than_share_their_cores() -> None:
+    fleet = sharing_cores("a", "b", "c", "d", cores=2)
+    chosen = engines_of_new_pictures(fleet, 4)
+    assert len(set(chosen[:2])) == len(set(chosen)) == 2
+
+
+def test_engines_with_cores_of_their_own_compute_all_at_a_time() -> None:
+    fleet = Fleet("a", "b", "c", "d")
+    for number, engine in enumerate(fleet.router.engines.values(), 1):
+        fleet.router.apply(engine, [load(machine=number, cores=1, threads=1)])
+    assert len(set(engines_of_new_pictures(fleet, 4))) == 4
+    assert len(set(engines_of_new_pictures(Fleet("a", "b", "c", "d"), 4))) == 4
+
+
+def test_another_engine_takes_its_part_of_the_cores_where_much_waits_at_those_that_compute() -> (
+    None
+):
+    fleet = sharing_cores("a", "b", "c", cores=2)
+    assert len(set(engines_of_new_pictures(fleet, 9))) == 3
+
+
+def test_engines_that_each_compute_with_all_cores_share_what_waits() -> None:
+    fleet = Fleet("a", "b")
+    for engine in fleet.router.engines.values():
+        fleet.router.apply(engine, [load(machine=7, cores=8, threads=8)])
+    chosen = engines_of_new_pictures(fleet, 12)
+    assert len(set(chosen[:2])) == 1
+    assert len(set(chosen)) == 2
+
+
+def test_an_engine_of_another_model_uses_the_cores_too() -> None:
+    fleet = sharing_cores("a", "b", cores=2)
+    other = fleet.router.add_engine("other", "another", follows=True)
+    fleet.router.apply(other, [load(machine=7, cores=2, threads=1)])
+    what = chat([picture(b"of the other")])
+    fleet.send(identity({**what, "model": "another"}))
+    assert len(set(engines_of_new_pictures(fleet, 2))) == 1
+
+
+def serve_new(fleet: Fleet, number: int, now: float, without: tuple[str, ...] = ()) -> str:
+    """Serve what leaves nothing at the engine; its name."""
+    what = identity(chat(f"question {number} {LONG}"))
+    name, route = fleet.send(what, without, now)
+    fleet.router.ended(name, route, failed=True, now=now)
+    return route.engine.name
+
+
+def test_of_idle_engines_that_share_cores_the_one_that_was_busy_last_is_taken() -> None:
+    fleet = sharing_cores("a", "b", "c", cores=2)
+    for number, others in enumerate((("a", "b"), ("b", "c"), ("a", "c"))):
+        serve_new(fleet, number, 10.0 + 0.05 * number, others)
+    assert {serve_new(fleet, number, 10.11 + 0.01 * number) for number in range(10, 18)} == {"b"}
+
+
+def test_an_engine_that_evicts_what_is_asked_for_again_is_not_preferred_for_being_busy_last() -> (
+    None
+):
+    fleet = sharing_cores("a", "b", cores=2)
+    first = identity(chat(LONG))
+    for number, what in enumerate((first, identity(chat("x", LONG)))):
+        name, route = fleet.send(what, ("b",), 1.0)
+        fleet.compute(name, route, bytes([number]) * 32)
+        fleet.router.ended(name, route, now=1.0)
+    assert serve_new(fleet, 1, 1.0) == "a"
+    fleet.router.apply(route.engine, [Gone(KV, [short(bytes([0]) * 32)])])
+    assert serve_new(fleet, 2, 1.0) == "a"  # nobody has missed it yet
+    name, route = fleet.send(first, ("b",), 1.0)
+    fleet.router.ended(name, route, failed=True, now=1.0)
+    assert serve_new(fleet, 3, 1.0) == "b"
+
+
 def slow_and_fast() -> Fleet:
     """Engine a takes 20 ms a prompt token, b takes 1 ms."""
     fleet = Fleet("a", "b")
@@ -947,9 +1032,10 @@ def test_what_a_shared_tier_gives_costs_what_it_takes() -> None:
 class RouterMachine(RuleBasedStateMachine):
     """Requests come and go, engines die and come back: the sums stay right."""
 
-    @initialize()
-    def start(self) -> None:
-        self.fleet = Fleet("e0", "e1", "e2")
+    @initialize(cores=st.sampled_from([0, 1, 2]))
+    def start(self, cores: int) -> None:
+        names = "e0", "e1", "e2"
+        self.fleet = sharing_cores(*names, cores=cores) if cores else Fleet(*names)
         self.running: dict[str, Route] = {}
         self.ended: Any = None
         """Name and route of the last request that ended."""

@@ -124,12 +124,13 @@ def test_a_load_of_an_older_engine_has_what_it_tells_of() -> None:
     assert load == EngineLoad(*fields)
     assert isinstance(load, EngineLoad)
     assert (load.tier_tokens, load.tier_output_seconds, load.decode_steps) == (6, 0.875, 0)
+    assert (load.machine, load.cores, load.threads) == (0, 0, 0)
 
 
 @pytest.mark.parametrize("form", ["array", "map"])
 def test_a_load_is_read_as_it_was_told(form: str) -> None:
     log = TopicLog(ENGINE_TOPIC, form)
-    told = Load(1, 2, 3, 0.5, 4, 0.25, 5, 0.125, 6, 0.75, 7, 0.875, 8)
+    told = Load(1, 2, 3, 0.5, 4, 0.25, 5, 0.125, 6, 0.75, 7, 0.875, 8, (1 << 64) - 1, 9, 10)
     log.append([told])
     reader = TopicReader(ENGINE_TOPIC, lambda _: log.replay(0))
     loads = [change for change in reader.begin() if isinstance(change, EngineLoad)]

@@ -147,6 +147,13 @@ class Load(msgspec.Struct, gc=False):
     tier_output_seconds: float = 0.0
     decode_steps: int = 0
     """Steps without any prompt."""
+    machine: int = 0
+    """Names the cores that this process may run on: engines that tell the same share them. 0: it
+    computes on none, as with a GPU."""
+    cores: int = 0
+    """How many these are."""
+    threads: int = 0
+    """With which its longest steps compute."""
 
     def note_tiers(self, stats: Mapping[str, float]) -> None:
         """Take what tiers gave from the figures of their connectors."""

@@ -17,6 +17,7 @@ from typing import NoReturn
 
 import msgspec
 import torch
+from blake3 import blake3
 
 from lookonce.config import GIB, KVConfig, LoRAConfig, ModelConfig
 from lookonce.core.block_pool import BlockPool
@@ -50,6 +51,8 @@ CONTAINER_LIMITS = (
     Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
 )
 """Linux's files of a container's memory limit: cgroup v2 and v1."""
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+"""Linux's name of this run of the machine, which all of its containers see."""
 ENCODER_ONLY_TOKENS = 1 << 17
 """KV slots of a model that keeps no keys and values: tokens of prompts under way."""
 Progress = Callable[[int, int], None]
@@ -98,7 +101,7 @@ def load_engine(
     runner.capture()
     warm_up_engine, _ = assemble(loaded.info, steps, settings, scratch)
     if settings.events is not None:
-        warm_up_engine.load = Load()
+        warm_up_engine.load = _load_on(loaded.device, threads)
     warm_up(
         warm_up_engine,
         items.take(info),
@@ -122,6 +125,20 @@ def load_engine(
     core.load = warm_up_engine.load  # the first rates that a router knows
     preprocessor.adapters = adapters
     return core, preprocessor
+
+
+def _load_on(device: torch.device, threads: ThreadCounts | None) -> Load:
+    """No load yet, and which cores it will be on; `threads` None: ranks compute on all of them."""
+    if device.type != "cpu":
+        return Load()
+    cores = sorted(os.sched_getaffinity(0))
+    try:
+        boot = BOOT_ID.read_bytes()
+    except OSError:
+        return Load()  # whether others share them cannot be told
+    named = blake3(boot + repr(cores).encode()).digest(8)
+    heavy = len(cores) if threads is None else threads.heavy
+    return Load(machine=int.from_bytes(named, "big") or 1, cores=len(cores), threads=heavy)
 
 
 @dataclass(frozen=True, slots=True)
