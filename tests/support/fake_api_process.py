@@ -2,7 +2,7 @@
 
 /ready   200                     /slow    an answer that takes a while
 /pid     its process id          /begun   how many of those have begun
-/keys    how many keys it has
+/keys    how many keys it has    /pid_and_keys    both
 
 With a chat template named `refused` it refuses to start.
 """
@@ -39,7 +39,8 @@ async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
     if path == b"/slow":
         begun += 1
         await asyncio.sleep(SLOW_SECONDS)
-    told = {b"/begun": begun, b"/keys": num_keys}
+    both = f"{os.getpid()} {num_keys}"
+    told = {b"/begun": begun, b"/keys": num_keys, b"/pid_and_keys": both}
     body = str(told.get(path, os.getpid())).encode()
     writer.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(body))
     writer.write(body)
