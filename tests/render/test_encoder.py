@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import re
+from pathlib import Path
 
 import jinja2
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from lookonce.errors import BadRequestError, ConfigError
 from lookonce.render.families.registry import load_family
@@ -192,6 +196,47 @@ def test_developer_means_system_to_templates_that_do_not_know_it():
     assert ChatTemplate(PRINTS).render([said("developer", "x")]) == "<system>x\n"
     knowing = PRINTS + "{# developer #}"
     assert ChatTemplate(knowing).render([said("developer", "x")]) == "<developer>x\n"
+
+
+PRINTS_X = "{{ messages[0].x }}"
+SHOWS_ALL = (
+    "{{ messages | tojson }}{{ messages | string }}{{ tools | tojson }}{{ documents }}"
+    "{{ add_generation_prompt }}{{ continue_final_message }}{{ mode | tojson }}{{ bos_token }}"
+)
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner),
+    max_leaves=8,
+)
+fields = st.sampled_from(
+    ["name", "tool_calls", "tool_call_id", "reasoning_content", "thinking", "x"]
+)
+
+
+@given(
+    st.lists(st.dictionaries(fields, json_values, max_size=3), min_size=1, max_size=3),
+    st.none() | st.lists(st.dictionaries(st.text(max_size=3), json_values, max_size=2), max_size=2),
+    json_values,
+)
+def test_whatever_is_in_a_message_is_rendered_as_transformers_does(extra, tools, mode):
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    messages = [{**said("user", "x"), **each} for each in extra]
+    options = {"tools": tools, "add_generation_prompt": True}
+    expected, _ = render_jinja_template(
+        [messages], chat_template=SHOWS_ALL, bos_token="<s>", mode=mode, **options
+    )
+    template = ChatTemplate(SHOWS_ALL, variables={"bos_token": "<s>"})
+    assert template.render(messages, variables={"mode": mode}, **options) == expected[0]
+
+
+@pytest.mark.parametrize("other", [np.float32(0.5), np.arange(3), Path("x"), (1, 2)], ids=repr)
+def test_what_is_no_json_is_shown_to_the_template_as_transformers_does(other):
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    messages = [{**said("user", "x"), "x": [other]}]
+    expected, _ = render_jinja_template([messages], chat_template=PRINTS_X)
+    assert ChatTemplate(PRINTS_X).render(messages) == expected[0]
 
 
 def test_a_template_for_tools_is_used_when_there_are_tools():

@@ -243,3 +243,80 @@ def test_what_fails_fails_its_caller():
         assert await threads.run(lambda: 1, "a", 1) == 1
 
     asyncio.run(scenario())
+
+
+def compute(seconds: float) -> None:
+    """Take so much CPU time of this thread."""
+    end = time.thread_time() + seconds
+    while time.thread_time() < end:
+        pass
+
+
+async def next_job(*, others: float | None, bursts: float, holds_lock: bool = True):
+    """The threads, and the next job of a tenant that has just computed so many bursts; another
+    tenant asked so many seconds before."""
+    now = 1000.0
+    threads = LongTextThreads(clock=lambda: now)
+    if others is not None:
+        threads.note_asked("other")
+        now += others
+    threads.note_asked("large")
+    seconds = bursts * long_texts.LOCK_BURST_SECONDS
+    await threads.run(lambda: compute(seconds), "large", 1, holds_lock=holds_lock)
+    return threads, asyncio.create_task(threads.run(lambda: "done", "large", 1))
+
+
+def test_who_computed_its_share_with_the_lock_rests_while_others_ask(monkeypatch):
+    monkeypatch.setattr(long_texts, "LOCK_SHARE", 1e-4)  # a rest of minutes
+
+    async def scenario():
+        threads, job = await next_job(others=1.0, bursts=2.0)
+        for _ in range(3):
+            assert await threads.run(lambda: "quick", "other", 1, holds_lock=True) == "quick"
+        assert not job.done()
+        job.cancel()
+
+    asyncio.run(scenario())
+
+
+def test_a_rest_ends():
+    async def scenario():
+        _, job = await next_job(others=1.0, bursts=2.0)
+        assert await asyncio.wait_for(job, PATIENCE) == "done"
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        {"others": None, "bursts": 2.0},
+        {"others": long_texts.OTHERS_SECONDS, "bursts": 2.0},
+        {"others": 1.0, "bursts": 0.5},
+        {"others": 1.0, "bursts": 2.0, "holds_lock": False},
+    ],
+    ids=["alone", "others long ago", "little", "without the lock"],
+)
+def test_nobody_else_rests(monkeypatch, case):
+    monkeypatch.setattr(long_texts, "LOCK_SHARE", 1e-4)
+
+    async def scenario():
+        _, job = await next_job(**case)
+        assert await asyncio.wait_for(job, PATIENCE) == "done"
+
+    asyncio.run(scenario())
+
+
+def test_what_was_computed_while_nobody_asked_is_not_paid_for_later(monkeypatch):
+    monkeypatch.setattr(long_texts, "LOCK_BURST_SECONDS", 0.01)
+    monkeypatch.setattr(long_texts, "LOCK_SHARE", 0.01)
+
+    async def scenario():
+        threads, job = await next_job(others=None, bursts=300.0)  # 300 seconds, were it paid
+        await job
+        threads.note_asked("other")
+        for _ in range(2):
+            last = threads.run(lambda: compute(0.001), "large", 1, holds_lock=True)
+            await asyncio.wait_for(last, PATIENCE)
+
+    asyncio.run(scenario())

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from lookonce.config import NANO_FOLDER
 from lookonce.errors import BadRequestError, ModelLoadError
 from lookonce.render.families.registry import load_family
-from lookonce.render.prompt.encoder import ChatOptions, PromptEncoder
+from lookonce.render.prompt.encoder import ChatOptions, ChatTemplate, PromptEncoder
 from lookonce.render.prompt.messages import read_messages
 from lookonce.render.prompt.placeholders import (
     RESERVED,
@@ -248,8 +248,10 @@ def test_depth_costs_a_client_s_request_only():
     deep: object = "x"
     for _ in range(5000):
         deep = [deep]
+    message = {"role": "user", "content": "x"}
+    assert encode([{**message, "name": deep}]).text == encode([message]).text  # nobody reads it
     with pytest.raises(BadRequestError, match="cannot render"):
-        encode([{"role": "user", "content": "x", "name": deep}])
+        ChatTemplate("{{ messages[0].name | tojson }}").render([{**message, "name": deep}])
 
 
 def test_unescaping_undoes_escaping():

@@ -1,7 +1,8 @@
 """Long texts: refused where they certainly have too many tokens, and tokenized in turn by tenant.
 
 Tokenizing does 1 to 5 MB a second. It runs in threads of low priority that do not hold the
-interpreter's lock (`Tokenizer.encode`); one tenant never has all of them.
+interpreter's lock (`Tokenizer.encode`); one tenant never has all of them. What does hold the lock
+there, large chats and bodies, takes a share of the time while another tenant asks.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import contextlib
 import json
 import os
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -25,6 +27,7 @@ from numpy.typing import NDArray
 from lookonce.errors import QueueFullError
 from lookonce.render.prompt.tokenizer import BYTE_ALPHABET, Tokenizer
 from lookonce.types.fair_queue import FairQueue, TenantWeights
+from lookonce.types.last_asked import LastAsked
 
 THREADS = 2
 MAX_WAITING = 64
@@ -32,6 +35,15 @@ MAX_WAITING = 64
 QUANTUM = 64 * 1024
 """Characters that a tenant may have tokenized before the next one's turn."""
 NICENESS = 5
+LOCK_SHARE = 0.1
+"""Of the time: what a tenant's large chats and bodies may compute while another tenant asks. Each
+millisecond that they hold the interpreter's lock is one that everybody else waits."""
+LOCK_BURST_SECONDS = 0.05
+"""They may compute so long beyond their share: a single one does not wait."""
+OTHERS_SECONDS = 2.0
+"""A tenant that asked so long ago may still ask."""
+MAX_DEBTS = 1024
+"""Tenants of which it is known how long they computed."""
 SLICE_BYTES = 64 * 1024
 ASCII = 128
 WHITESPACE = b" \t\n\r\x0b\x0c\x1c\x1d\x1e\x1f"
@@ -187,30 +199,63 @@ class _Turn(Generic[T]):
     work: Callable[[], T]
     loop: asyncio.AbstractEventLoop
     result: asyncio.Future[T]
+    holds_lock: bool
+    seconds: float = 0.0
+    """CPU time that it took."""
+
+    def run(self) -> T:
+        began = time.thread_time()
+        try:
+            return self.work()
+        finally:
+            self.seconds = time.thread_time() - began
 
 
 class LongTextThreads:
-    """Threads for long texts; used on an event loop."""
+    """Threads for long texts, and for large chats and bodies; used on an event loop.
+
+    What holds the interpreter's lock is accounted by tenant in a token bucket: it fills by
+    `LOCK_SHARE` of the time, up to `LOCK_BURST_SECONDS`. A tenant whose bucket is empty rests while
+    another one asks.
+    """
 
     def __init__(
         self,
         num_threads: int = THREADS,
         max_waiting: int = MAX_WAITING,
         weights: TenantWeights | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._clock = clock
         self._num_threads = num_threads
         self._max_waiting = max_waiting
         self._queue: FairQueue[_Turn[Any]] = FairQueue(QUANTUM, weights)
         self._waiting: Counter[str] = Counter()
         self._running: Counter[str] = Counter()
+        self._last_asked: LastAsked[str] = LastAsked()
+        self._debts: dict[str, tuple[float, float]] = {}
+        """By tenant: CPU seconds with the lock that its share has not paid yet, and as of when."""
+        self._resting: set[str] = set()
         self._threads = ThreadPoolExecutor(
             num_threads, thread_name_prefix="long text", initializer=_lower_priority
         )
 
-    async def run(self, work: Callable[[], T], tenant: str, num_characters: int) -> T:
+    def note_asked(self, tenant: str) -> None:
+        """The tenant has asked for something, long or not."""
+        self._last_asked.note(tenant, self._clock())
+
+    async def run(
+        self,
+        work: Callable[[], T],
+        tenant: str,
+        num_characters: int,
+        *,
+        holds_lock: bool = False,
+    ) -> T:
         """The result of `work`, when it is this tenant's turn. Raises `QueueFullError`.
 
-        A caller that is cancelled leaves the queue; work that has begun is finished.
+        `holds_lock`: while it computes, no other thread of this process runs Python. A caller that
+        is cancelled leaves the queue; work that has begun is finished.
         """
         if self._waiting[tenant] >= self._max_waiting:
             raise QueueFullError(
@@ -218,7 +263,7 @@ class LongTextThreads:
                 "most that may"
             )
         loop = asyncio.get_running_loop()
-        turn = _Turn(work, loop, loop.create_future())
+        turn = _Turn(work, loop, loop.create_future(), holds_lock)
         self._queue.push(tenant, turn, num_characters)
         self._waiting[tenant] += 1
         self._begin()
@@ -237,10 +282,11 @@ class LongTextThreads:
             tenant, turn = found
             self._waiting[tenant] -= 1
             self._running[tenant] += 1
-            self._threads.submit(turn.work).add_done_callback(self._reporter(tenant, turn))
+            self._threads.submit(turn.run).add_done_callback(self._reporter(tenant, turn))
 
     def _may_begin(self, tenant: str) -> bool:
-        return self._running[tenant] < max(1, self._num_threads - 1)
+        most = max(1, self._num_threads - 1)
+        return tenant not in self._resting and self._running[tenant] < most
 
     def _reporter(self, tenant: str, turn: _Turn[T]) -> Callable[[Future[T]], None]:
         def report(done: Future[T]) -> None:
@@ -251,12 +297,36 @@ class LongTextThreads:
 
     def _finish(self, tenant: str, turn: _Turn[T], done: Future[T]) -> None:
         self._running[tenant] -= 1
+        if turn.holds_lock:
+            self._account(tenant, turn)
         if not turn.result.done():
             error = done.exception()
             if error is None:
                 turn.result.set_result(done.result())
             else:
                 turn.result.set_exception(error)
+        self._begin()
+
+    def _account(self, tenant: str, turn: _Turn[Any]) -> None:
+        now = self._clock()
+        owed, since = self._debts.pop(tenant, (0.0, now))
+        owed = max(0.0, owed - LOCK_SHARE * (now - since))
+        # What was computed while nobody else asked is not paid for later.
+        owed = min(owed, LOCK_BURST_SECONDS) + turn.seconds
+        self._debts[tenant] = owed, now
+        if len(self._debts) > MAX_DEBTS:
+            del self._debts[next(iter(self._debts))]  # the one that computed longest ago
+        too_much = owed - LOCK_BURST_SECONDS
+        if (
+            too_much > 0
+            and tenant not in self._resting
+            and self._last_asked.others(tenant, now - OTHERS_SECONDS)
+        ):
+            self._resting.add(tenant)
+            turn.loop.call_later(too_much / LOCK_SHARE, self._end_rest, tenant)
+
+    def _end_rest(self, tenant: str) -> None:
+        self._resting.discard(tenant)
         self._begin()
 
 

