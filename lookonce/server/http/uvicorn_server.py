@@ -27,10 +27,10 @@ from lookonce.types.memory import give_memory_back, resident_bytes
 
 TICKS_PER_SWEEP = 10
 """uvicorn ticks ten times a second."""
-TRIM_BYTES = 64 << 20
+TRIM_BYTES = 256 << 20
 """Where this process has grown by so much since the last time, freed memory is given back to the
 system: bodies, abandoned ones too, would leave it in pieces that stay. While it is given back, for
-milliseconds, nothing can be allocated, so no more often than that."""
+milliseconds, nothing can be allocated. It is more than what bodies come and go with."""
 REST_BYTES, REST_CONNECTIONS = 1 << 20, 128
 """So many bytes received or connections ended are enough where nothing comes any more."""
 
