@@ -39,7 +39,7 @@ import sys
 import termios
 import time
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from enum import IntEnum
 from functools import partial
@@ -959,6 +959,8 @@ OPENED_PER_TURN = 2
 that takes a quarter of a millisecond each, several times what accepting takes."""
 OPENED_PER_SECOND = 500
 """That a long turn may catch up with: an eighth of its time."""
+FAILED_HANDSHAKE_SECONDS = 2.0
+"""For so long an address whose handshake failed waits behind those without such handshakes."""
 LONGEST_TURN_SECONDS = 0.05
 """No more than a turn of this length may catch up with is done in one that takes longer."""
 MAX_EVICTIONS = 16
@@ -1103,7 +1105,12 @@ class Acceptor:
         self._tls = tls
         self._tasks: set[asyncio.Task[Any]] = set()
         self._opening: AddressTurns[SilentConnection] = AddressTurns()
-        """Those of which the first byte has come."""
+        self._opening_beside: AddressTurns[SilentConnection] = AddressTurns()
+        """Those of which the first byte has come, of addresses that had nothing `_unfinished` then,
+        and of others."""
+        self._unfinished: Counter[str | None] = Counter()
+        """Of each address: handshakes that go on, or failed less than `FAILED_HANDSHAKE_SECONDS`
+        ago. Without TLS they take one turn of the event loop."""
         self._open_turn: asyncio.Handle | None = None
         self._accepts = TurnAllowance(ACCEPTS_PER_TURN, ACCEPTS_PER_SECOND)
         self._opens = TurnAllowance(OPENED_PER_TURN, OPENED_PER_SECOND)
@@ -1192,18 +1199,23 @@ class Acceptor:
         silent.listen(self._loop)
 
     def _open_in_turn(self, silent: SilentConnection) -> None:
-        self._opening.add(silent)
+        is_beside = silent.address in self._unfinished
+        (self._opening_beside if is_beside else self._opening).add(silent)
         if self._open_turn is None:
             self._open_turn = self._loop.call_soon(self._open_some)
 
     def _open_some(self) -> None:
+        """Open some of both kinds, one of each in turn. A TLS handshake costs a millisecond or two:
+        without the two kinds, who comes would wait for all addresses that begin handshakes and end
+        none."""
         self._open_turn = None
-        for _ in range(self._opens.take()):
-            silent = self._opening.take()
+        turns = self._opening, self._opening_beside
+        for number in range(self._opens.take()):
+            silent = turns[number % 2].take() or turns[1 - number % 2].take()
             if silent is None:
                 break
             self._open(silent)
-        if self._opening:
+        if any(turns):
             self._open_turn = self._loop.call_soon(self._open_some)
         else:
             self._opens.reset()
@@ -1213,6 +1225,7 @@ class Acceptor:
         accepted = silent.socket
         if accepted.fileno() < 0:
             return
+        self._unfinished[silent.address] += 1
         protocol = self._protocol(silent.address)
         self._connections.replace(silent, protocol)
         timeout = self._connections.limits.header_timeout if self._tls else None
@@ -1237,11 +1250,19 @@ class Acceptor:
         failed = done.cancelled() or done.exception() is not None
         if failed:
             self._connections.count_refused("handshake")
+            self._loop.call_later(FAILED_HANDSHAKE_SECONDS, self._note_finished, protocol.address)
+        else:
+            self._note_finished(protocol.address)
         if protocol.phase == "handshake":
             accepted.close()
             self._connections.remove(protocol)
         elif failed:
             protocol.connection_lost(None)
+
+    def _note_finished(self, address: str | None) -> None:
+        self._unfinished[address] -= 1
+        if not self._unfinished[address]:
+            del self._unfinished[address]
 
 
 def _client_address(peer: object) -> str | None:

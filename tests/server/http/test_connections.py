@@ -7,6 +7,7 @@ import contextlib
 import errno
 import resource
 import socket
+import ssl
 import struct
 import time
 from contextlib import ExitStack
@@ -626,10 +627,10 @@ def connection(listener):
 
 
 @contextlib.asynccontextmanager
-async def accepting(running):
+async def accepting(running, tls=None):
     """A listening socket whose connections are accepted."""
     with socket.create_server(("127.0.0.1", 0), backlog=128) as listener:
-        acceptor = Acceptor(listener, running.table, running.protocol, None)
+        acceptor = Acceptor(listener, running.table, running.protocol, tls)
         acceptor.resume()
         yield listener
         acceptor.close()
@@ -669,6 +670,7 @@ def test_a_connection_that_is_cancelled_while_it_is_made_is_not_counted_for_ever
     class Loop:
         def __init__(self, loop):
             self.create_task, self.call_soon = loop.create_task, loop.call_soon
+            self.call_later = loop.call_later
             self.add_reader, self.remove_reader = loop.add_reader, loop.remove_reader
 
         async def connect_accepted_socket(self, factory, accepted, **_):
@@ -851,6 +853,40 @@ def test_one_that_is_silent_ends_at_the_deadline_of_its_header():
             assert counted["http_refused_total:header_timeout"].numbers == (1,)
             silent.close()
             slow.close()
+            await until(lambda: running.table.total == 0)
+
+    on_connections(scenario)
+
+
+@pytest.mark.parametrize("begun", [b"\x16\x03\x01\x02\x00", b"no TLS\r\n\r\n"])
+def test_a_new_address_waits_for_none_whose_handshake_goes_on_or_has_failed(begun):
+    num = 30
+
+    async def scenario(running):
+        async with accepting(running, ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)) as listener:
+
+            def connect(number):
+                source = f"127.0.0.{number}", 0
+                return socket.create_connection(listener.getsockname(), 10, source)
+
+            first = [connect(2 + number) for number in range(num)]
+            for client in first:
+                client.sendall(begun)
+            await until(lambda: len(running.made) == num)
+            if begun.startswith(b"no"):
+                await until(lambda: running.table.total == 0)
+            second = [connect(2 + number) for number in range(num)]
+            new = connect(99)
+            await until(lambda: running.table.num_ended + running.table.total == 2 * num + 1)
+            for client in (*second, new):
+                client.sendall(begun)
+            while len(running.made) == num:  # noqa: ASYNC110 - nothing announces it
+                await asyncio.sleep(0)
+            assert "127.0.0.99" in running.made
+            assert len(running.made) == num + OPENED_PER_TURN
+            await until(lambda: len(running.made) == 2 * num + 1)  # nobody waits for ever
+            for client in (*first, *second, new):
+                client.close()
             await until(lambda: running.table.total == 0)
 
     on_connections(scenario)
