@@ -530,11 +530,12 @@ class Frontend:
         """As `_whole_answer`, and None where the engine is late."""
         asked = asyncio.ensure_future(self._whole_answer(exchange, member, kept_back=kept_back))
         try:
-            while not asked.done():
+            await asyncio.wait({asked}, timeout=LATE_ANSWER_SECONDS)
+            if not asked.done():
+                member.probe_now()
+            while not asked.done() and not member.state.late:
                 await asyncio.wait({asked}, timeout=LATE_ANSWER_SECONDS)
-                if not asked.done() and member.state.late:
-                    return None
-            return asked.result()
+            return asked.result() if asked.done() else None
         finally:
             asked.cancel()
 

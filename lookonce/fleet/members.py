@@ -171,6 +171,10 @@ class Member:
         self.state.accepts = False
         self._looks.set()
 
+    def probe_now(self) -> None:
+        """An answer is late: find out whether the engine is."""
+        self._looks.set()
+
     def close(self) -> None:
         self._task.cancel()
         self.client.close()

@@ -1660,6 +1660,24 @@ async def test_what_all_engines_are_asked_waits_for_none_that_hangs(
         assert engine.received[-1].target == path
 
 
+async def test_an_engine_whose_answer_is_late_is_probed_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its next probe would come too late for those who wait."""
+    monkeypatch.setattr("lookonce.fleet.members.LATE_SECONDS", 0.3)
+    monkeypatch.setattr("lookonce.fleet.members.PROBE_TIMEOUT", 60.0)
+    monkeypatch.setattr("lookonce.fleet.members.PROBE_SECONDS", 60.0)
+
+    async def tell(engine: FakeEngine, request: Received, writer: asyncio.StreamWriter) -> None:
+        reply(writer, 200, {"server_load": 2})
+
+    async with serving(FakeEngine("a", answer=tell), FakeEngine("b", answer=tell)) as served:
+        served.named("a").stopped = True
+        answer = await served.client.get("/load")
+        assert answer.json() == {"server_load": 2}
+        assert answer.headers["x-lookonce-missing"] == "a"
+
+
 async def test_engines_that_take_no_requests_are_told_to_be_missing() -> None:
     async with serving(FakeEngine("a"), FakeEngine("b")) as served:
         served.named("b").ready = False
