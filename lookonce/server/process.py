@@ -54,6 +54,7 @@ from lookonce.server.services import Services, open_services
 from lookonce.server.warmup import warming_up
 from lookonce.types.logs import configure_logging
 from lookonce.types.memory import give_memory_back, keep_freed_memory
+from lookonce.types.scheduling import run_when_woken
 from lookonce.types.stack_samples import listen_for_samples
 
 logger = logging.getLogger("lookonce.server")
@@ -283,6 +284,7 @@ def main(encoder: PromptEncoder | None = None) -> None:
         signal.signal(number, signal.SIG_IGN)
     start = msgspec.json.decode(_first_line(), type=ApiStart)
     os.environ.update(start.telemetry)
+    run_when_woken()
     sys.setswitchinterval(SWITCH_SECONDS)
     configure_logging(f"api {start.index}", start.config.logs)
     listen_for_samples(Path(start.config.channel.address).parent, f"api {start.index}")

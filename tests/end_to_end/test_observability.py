@@ -22,6 +22,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.support.chaos import of_kind
 from tests.support.drawing import encoded, image_part, picture
 from tests.support.live_server import LiveServer, until
 from tests.support.otlp_collector import CollectedSpan, Collector, TraceStore
@@ -385,6 +386,21 @@ def test_there_is_one_profile_at_a_time(live):
         fcntl.flock(lock, fcntl.LOCK_EX)  # as an API process that takes one
         refused = post(live, "/debug/profile", {"seconds": 1.0}, ADMIN)
     assert (refused.status_code, refused.json()["error"]["code"]) == (409, "profile_running")
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getscheduler"), reason="Linux's")
+def test_media_workers_do_not_take_the_core_of_who_wakes_them(live):
+    assert post(live, "/v1/chat/completions", chat(image(data_url(PICTURE)))).is_success
+
+    def policies(kind: str) -> set[int]:
+        tasks = [task for pid in of_kind(live, kind) for task in os.listdir(f"/proc/{pid}/task")]
+        return {os.sched_getscheduler(int(task)) for task in tasks}
+
+    assert policies("lookonce.render.media.worker") == {os.SCHED_BATCH}
+    for kind in ("lookonce.server.process", "lookonce.engine.process "):
+        assert policies(kind) <= {os.SCHED_OTHER, os.SCHED_BATCH}
+        (pid,) = of_kind(live, kind)
+        assert os.sched_getscheduler(pid) == os.SCHED_OTHER
 
 
 def test_a_profile_has_the_stacks_of_all_processes(live):

@@ -41,6 +41,7 @@ from lookonce.engine.supervisor.socket_folder import joined_socket_folder, remov
 from lookonce.errors import ConfigError, LookOnceError, ModelLoadError, error_to_wire
 from lookonce.ipc.socket_engine_link import SocketEngineLink
 from lookonce.types.logs import configure_logging
+from lookonce.types.scheduling import run_when_woken
 from lookonce.types.stack_samples import listen_for_samples
 
 logger = logging.getLogger(__name__)
@@ -61,6 +62,7 @@ in all)."""
 def run_engine(load: Load) -> NoReturn:
     """Read the settings, load the engine, serve until SIGTERM, and exit."""
     started = time.monotonic()
+    run_when_woken()
     for number in (signal.SIGINT, signal.SIGHUP):  # the parent gets them too, and decides
         signal.signal(number, signal.SIG_IGN)
     progress = ProgressPipe(_private_stdout())

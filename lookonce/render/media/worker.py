@@ -90,6 +90,7 @@ from lookonce.types.logs import (
 )
 from lookonce.types.media import FLOATS, Array, Modality, ProcessedItem, SlabPlace
 from lookonce.types.memory import give_memory_back
+from lookonce.types.scheduling import run_behind_others
 from lookonce.types.stack_samples import listen_for_samples
 
 NICENESS = 5
@@ -303,6 +304,7 @@ def _restrict_process() -> None:
     sys.modules["torch"] = None  # type: ignore[assignment]
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the pool decides when workers end
     os.nice(NICENESS)
+    run_behind_others()
     # C libraries write warnings about broken media straight to descriptor 2: it becomes /dev/null.
     # Python's own messages keep the real one.
     sys.stderr = os.fdopen(os.dup(2), "w", buffering=1)

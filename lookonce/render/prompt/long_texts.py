@@ -28,6 +28,7 @@ from lookonce.errors import QueueFullError
 from lookonce.render.prompt.tokenizer import BYTE_ALPHABET, Tokenizer
 from lookonce.types.fair_queue import FairQueue, TenantWeights
 from lookonce.types.last_asked import LastAsked
+from lookonce.types.scheduling import run_behind_others
 
 THREADS = 2
 MAX_WAITING = 64
@@ -335,3 +336,4 @@ def _lower_priority() -> None:
     if Path("/proc/self/task").is_dir():
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+            run_behind_others()
