@@ -693,6 +693,7 @@ class Router:
                     index.drop(engine.number)
                     if index is self.blocks:
                         _stop_computing(*engine.untold_routes())
+                        engine.stored_tokens = engine.evicted_tokens = 0.0
                 case PromptComputed():
                     self._note_computed(engine, change)
                 case EngineLoad():
@@ -824,7 +825,7 @@ class Router:
         at each; the least first."""
         found: dict[int, list[tuple[float, EngineState]]] = {}
         for engine in self.engines.values():
-            if engine.machine:
+            if engine.machine and (engine.accepts or engine.num_requests):
                 waiting = engine.waiting_seconds(self._now), engine
                 found.setdefault(engine.machine, []).append(waiting)
         return {

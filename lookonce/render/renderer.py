@@ -307,6 +307,7 @@ class Renderer:
 
         Raises a `RequestError` that names `messages[0].content` or `messages[1].content`.
         """
+        self._encoder.note_asked(tenant)
         if self._encoder.compares_by_template:
             messages = [
                 {"role": role, "content": content}
@@ -509,6 +510,7 @@ class Renderer:
         `trusted`: the client may name its arrays by a MediaHash. Raises a `RequestError` that names
         the part at fault. After an error or a cancellation no pin is left.
         """
+        self._encoder.note_asked(tenant)
         self._check_takes_text("token_ids")
         self._check_length(len(token_ids), "token_ids")
         scope = scope_digest(tenant, cache_salt)

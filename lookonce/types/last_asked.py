@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Generic, TypeVar
 
 K = TypeVar("K")
+OTHERS_SECONDS = 2.0
+"""Who asked so long ago may still ask; to the second, as the clocks that are used with it."""
 
 
 class LastAsked(Generic[K]):

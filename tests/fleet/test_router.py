@@ -422,6 +422,14 @@ def test_an_engine_of_another_model_uses_the_cores_too() -> None:
     assert len(set(engines_of_new_pictures(fleet, 2))) == 1
 
 
+def test_an_engine_that_takes_no_requests_uses_no_cores_for_those_it_had() -> None:
+    fleet = sharing_cores("a", "b", "c", cores=2)
+    gone = fleet.router.engines["a"]
+    fleet.router.apply(gone, [load(running=40, machine=7, cores=2, threads=1)])
+    gone.accepts = False
+    assert engines_of_new_pictures(fleet, 2) in (["b", "c"], ["c", "b"])
+
+
 def serve_new(fleet: Fleet, number: int, now: float, without: tuple[str, ...] = ()) -> str:
     """Serve what leaves nothing at the engine; its name."""
     what = identity(chat(f"question {number} {LONG}"))

@@ -252,7 +252,9 @@ def compute(seconds: float) -> None:
         pass
 
 
-async def next_job(*, others: float | None, bursts: float, holds_lock: bool = True):
+async def next_job(
+    *, others: float | None, bursts: float, holds_lock: bool = True, begins: bool = True
+):
     """The threads, and the next job of a tenant that has just computed so many bursts; another
     tenant asked so many seconds before."""
     now = 1000.0
@@ -263,7 +265,8 @@ async def next_job(*, others: float | None, bursts: float, holds_lock: bool = Tr
     threads.note_asked("large")
     seconds = bursts * long_texts.LOCK_BURST_SECONDS
     await threads.run(lambda: compute(seconds), "large", 1, holds_lock=holds_lock)
-    return threads, asyncio.create_task(threads.run(lambda: "done", "large", 1))
+    job = threads.run(lambda: "done", "large", 1, holds_lock=True, begins=begins)
+    return threads, asyncio.create_task(job)
 
 
 def test_who_computed_its_share_with_the_lock_rests_while_others_ask(monkeypatch):
@@ -273,6 +276,7 @@ def test_who_computed_its_share_with_the_lock_rests_while_others_ask(monkeypatch
         threads, job = await next_job(others=1.0, bursts=2.0)
         for _ in range(3):
             assert await threads.run(lambda: "quick", "other", 1, holds_lock=True) == "quick"
+        assert await threads.run(lambda: "short", "large", 1) == "short"
         assert not job.done()
         job.cancel()
 
@@ -281,7 +285,28 @@ def test_who_computed_its_share_with_the_lock_rests_while_others_ask(monkeypatch
 
 def test_a_rest_ends():
     async def scenario():
-        _, job = await next_job(others=1.0, bursts=2.0)
+        threads = LongTextThreads()
+        for asked in ("other", "large"):
+            threads.note_asked(asked)
+        seconds = 2 * long_texts.LOCK_BURST_SECONDS
+        await threads.run(lambda: compute(seconds), "large", 1, holds_lock=True)
+        job = threads.run(lambda: "done", "large", 1, holds_lock=True, begins=True)
+        assert await asyncio.wait_for(job, PATIENCE) == "done"
+
+    asyncio.run(scenario())
+
+
+def test_a_rest_ends_once_nobody_else_asks(monkeypatch):
+    monkeypatch.setattr(long_texts, "LOCK_SHARE", 1e-4)
+    monkeypatch.setattr(long_texts, "OTHERS_SECONDS", 0.5)
+
+    async def scenario():
+        threads = LongTextThreads()
+        for asked in ("other", "large"):
+            threads.note_asked(asked)
+        seconds = 2 * long_texts.LOCK_BURST_SECONDS
+        await threads.run(lambda: compute(seconds), "large", 1, holds_lock=True)
+        job = threads.run(lambda: "done", "large", 1, holds_lock=True, begins=True)
         assert await asyncio.wait_for(job, PATIENCE) == "done"
 
     asyncio.run(scenario())
@@ -294,8 +319,9 @@ def test_a_rest_ends():
         {"others": long_texts.OTHERS_SECONDS, "bursts": 2.0},
         {"others": 1.0, "bursts": 0.5},
         {"others": 1.0, "bursts": 2.0, "holds_lock": False},
+        {"others": 1.0, "bursts": 2.0, "begins": False},
     ],
-    ids=["alone", "others long ago", "little", "without the lock"],
+    ids=["alone", "others long ago", "little", "without the lock", "it has begun"],
 )
 def test_nobody_else_rests(monkeypatch, case):
     monkeypatch.setattr(long_texts, "LOCK_SHARE", 1e-4)
@@ -312,11 +338,37 @@ def test_what_was_computed_while_nobody_asked_is_not_paid_for_later(monkeypatch)
     monkeypatch.setattr(long_texts, "LOCK_SHARE", 0.01)
 
     async def scenario():
-        threads, job = await next_job(others=None, bursts=300.0)  # 300 seconds, were it paid
-        await job
+        threads = LongTextThreads()
+        seconds = 300 * long_texts.LOCK_BURST_SECONDS  # a rest of 300 seconds, were it paid
+        await threads.run(lambda: compute(seconds), "large", 1, holds_lock=True)
         threads.note_asked("other")
         for _ in range(2):
-            last = threads.run(lambda: compute(0.001), "large", 1, holds_lock=True)
+            last = threads.run(lambda: compute(0.001), "large", 1, holds_lock=True, begins=True)
             await asyncio.wait_for(last, PATIENCE)
+
+    asyncio.run(scenario())
+
+
+def test_large_chats_of_one_tenant_have_a_share_while_another_asks(monkeypatch):
+    """Through the encoder: the parts of one request go on, the next request waits."""
+    monkeypatch.setattr(long_texts, "LOCK_SHARE", 1e-4)
+    encoder = load_encoder(NANO_FOLDER, None, None)
+
+    async def scenario():
+        await encoder.encode_text("x", add_special_tokens=False, tenant="other")
+        burst = 2 * long_texts.LOCK_BURST_SECONDS
+
+        async def request() -> str:
+            await encoder.in_turn_if(True, "large", lambda: compute(burst))
+            return await encoder.in_turn_if(True, "large", lambda: "done")
+
+        first = asyncio.create_task(request())
+        assert await asyncio.wait_for(first, PATIENCE) == "done"
+        second = asyncio.create_task(request())
+        for _ in range(3):
+            assert await encoder.in_turn_if(True, "other", lambda: "quick") == "quick"
+        assert await encoder.in_turn_if(False, "large", lambda: "small") == "small"
+        assert not second.done()
+        second.cancel()
 
     asyncio.run(scenario())

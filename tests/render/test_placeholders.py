@@ -20,6 +20,7 @@ from lookonce.render.prompt.placeholders import (
     escaping_of,
     match_placeholders,
     place_media,
+    refuse_reserved,
 )
 from lookonce.types.media import Expansion
 from lookonce.types.request import RenderedItem
@@ -252,6 +253,22 @@ def test_depth_costs_a_client_s_request_only():
     assert encode([{**message, "name": deep}]).text == encode([message]).text  # nobody reads it
     with pytest.raises(BadRequestError, match="cannot render"):
         ChatTemplate("{{ messages[0].name | tojson }}").render([{**message, "name": deep}])
+
+
+def nested(value, depth):
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize(
+    "beside", [["\ud800"], [10**5000], [{(1, 2): 3}], nested(0, 3000)], ids=lambda v: type(v[0])
+)
+def test_it_is_refused_beside_what_is_no_json(beside):
+    for value in ([*beside, RESERVED], {"x": [beside, {"y": RESERVED}]}):
+        with pytest.raises(BadRequestError, match="U\\+FDD0"):
+            refuse_reserved(value, "x")
+    refuse_reserved(beside, "x")
 
 
 def test_unescaping_undoes_escaping():

@@ -10,7 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
+import time
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -68,8 +71,11 @@ RENDERING_FILES = (
 """Of a model folder, beside chat templates: what prompts and answers become depends on them."""
 PLAIN_TYPES = frozenset({str, int, float, bool, type(None)})
 CHANGING_KEYS = frozenset({"reasoning_content", "thinking", "reasoning"})
-CHANGING_OPTIONS = frozenset({"documents", "return_assistant_tokens_mask"})
-"""What transformers changes before the template reads it, or reads itself."""
+"""What transformers changes before the template reads it."""
+SAME_REQUEST_SECONDS = 10.0
+"""What is large and comes so soon after something large, in one task, belongs to one request."""
+_last_large: ContextVar[float] = ContextVar("last_large", default=-math.inf)
+"""When this task last began with something large. Every HTTP request has a task of its own."""
 _PROBE = "lookonce-probe-5b1e"
 
 
@@ -204,14 +210,22 @@ class PromptEncoder:
         )
         return EncodedPrompt(ids, self._escaping.unescape(text))
 
+    def note_asked(self, tenant: str) -> None:
+        """The tenant has asked for something that is not large: what is large of others has a share
+        of the time for a while."""
+        self._long_texts.note_asked(tenant)
+
     async def in_turn_if(self, large: bool, tenant: str, work: Callable[[], T]) -> T:
         """The result of `work` on a conversation. That of a `large` one is made in a thread, when
         it is the tenant's turn: nobody waits for all that another one sends. Raises
         `QueueFullError`."""
-        self._long_texts.note_asked(tenant)
         if not large:
+            self.note_asked(tenant)
             return work()
-        return await self._long_texts.run(work, tenant, QUANTUM, holds_lock=True)
+        last, now = _last_large.get(), time.monotonic()
+        _last_large.set(now)
+        begins = now - last > SAME_REQUEST_SECONDS
+        return await self._long_texts.run(work, tenant, QUANTUM, holds_lock=True, begins=begins)
 
     def _text_of(
         self, conversation: Sequence[Json], options: ChatOptions, follows: Follows | None = None
@@ -261,7 +275,8 @@ class PromptEncoder:
         `cache` and `scope` as in `encode_chat`. Raises `BadRequestError`, also for a text that
         certainly has more than `max_tokens`.
         """
-        self._long_texts.note_asked(tenant)
+        if len(text) <= OFF_LOOP_CHARACTERS:
+            self.note_asked(tenant)
         await self._check_length(text, max_tokens, "prompt")
         refuse_reserved(text, "prompt")
         ids = await self._encode(
@@ -499,8 +514,8 @@ class ChatTemplate:
         continue_final_message: bool = False,
         **options: Any,
     ) -> str:
-        """The same result as by transformers for what it passes on unchanged, in a third of the
-        time, or a tenth: it copies all values first."""
+        """The same result as by transformers for what that passes on unchanged, in a third of the
+        time, or a tenth: transformers copies all values first."""
         if self._compiled is None:
             self._compiled = _compile_jinja_template(self._source)
             self._globals = {**self._compiled.globals, **self._variables}
@@ -558,7 +573,6 @@ def _read_as_given(messages: list[Json], options: Mapping[str, Any]) -> bool:
     """Whether transformers would pass all of it on to the template unchanged."""
     return (
         not options.get("continue_final_message")
-        and CHANGING_OPTIONS.isdisjoint(options)
         and all(map(CHANGING_KEYS.isdisjoint, messages))
         and _is_plain([*messages, *options.values()])
     )

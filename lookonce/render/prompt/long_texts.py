@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from lookonce.errors import QueueFullError
 from lookonce.render.prompt.tokenizer import BYTE_ALPHABET, Tokenizer
 from lookonce.types.fair_queue import FairQueue, TenantWeights
-from lookonce.types.last_asked import LastAsked
+from lookonce.types.last_asked import OTHERS_SECONDS, LastAsked
 from lookonce.types.scheduling import run_behind_others
 
 THREADS = 2
@@ -40,9 +40,9 @@ LOCK_SHARE = 0.1
 """Of the time: what a tenant's large chats and bodies may compute while another tenant asks. Each
 millisecond that they hold the interpreter's lock is one that everybody else waits."""
 LOCK_BURST_SECONDS = 0.05
-"""They may compute so long beyond their share: a single one does not wait."""
-OTHERS_SECONDS = 2.0
-"""A tenant that asked so long ago may still ask."""
+"""They may compute so long beyond their share."""
+LOOK_SECONDS = 0.25
+"""How often who rests looks whether anybody else still asks."""
 MAX_DEBTS = 1024
 """Tenants of which it is known how long they computed."""
 SLICE_BYTES = 64 * 1024
@@ -216,8 +216,8 @@ class LongTextThreads:
     """Threads for long texts, and for large chats and bodies; used on an event loop.
 
     What holds the interpreter's lock is accounted by tenant in a token bucket: it fills by
-    `LOCK_SHARE` of the time, up to `LOCK_BURST_SECONDS`. A tenant whose bucket is empty rests while
-    another one asks.
+    `LOCK_SHARE` of the time, up to `LOCK_BURST_SECONDS`. While it is empty and another tenant asks
+    for something small, no large chat or body of the tenant begins; those that have begun go on.
     """
 
     def __init__(
@@ -230,19 +230,27 @@ class LongTextThreads:
         self._clock = clock
         self._num_threads = num_threads
         self._max_waiting = max_waiting
-        self._queue: FairQueue[_Turn[Any]] = FairQueue(QUANTUM, weights)
+        self._beginning: FairQueue[_Turn[Any]] = FairQueue(QUANTUM, weights)
+        self._others: FairQueue[_Turn[Any]] = FairQueue(QUANTUM, weights)
+        """First parts of large chats and bodies, and all else."""
+        self._queues = [
+            (self._beginning, lambda tenant: tenant not in self._resting and self._may_run(tenant)),
+            (self._others, self._may_run),
+        ]
+        """With who may have a job of it now; the one whose turn it is first."""
         self._waiting: Counter[str] = Counter()
         self._running: Counter[str] = Counter()
         self._last_asked: LastAsked[str] = LastAsked()
         self._debts: dict[str, tuple[float, float]] = {}
         """By tenant: CPU seconds with the lock that its share has not paid yet, and as of when."""
         self._resting: set[str] = set()
+        """Tenants of which nothing large may begin."""
         self._threads = ThreadPoolExecutor(
             num_threads, thread_name_prefix="long text", initializer=_lower_priority
         )
 
     def note_asked(self, tenant: str) -> None:
-        """The tenant has asked for something, long or not."""
+        """The tenant has asked for something that is not large."""
         self._last_asked.note(tenant, self._clock())
 
     async def run(
@@ -252,11 +260,13 @@ class LongTextThreads:
         num_characters: int,
         *,
         holds_lock: bool = False,
+        begins: bool = False,
     ) -> T:
         """The result of `work`, when it is this tenant's turn. Raises `QueueFullError`.
 
-        `holds_lock`: while it computes, no other thread of this process runs Python. A caller that
-        is cancelled leaves the queue; work that has begun is finished.
+        `holds_lock`: while it computes, no other thread of this process runs Python. `begins`: it
+        is the first part of what a request makes of something large. A caller that is cancelled
+        leaves the queue; work that has begun is finished.
         """
         if self._waiting[tenant] >= self._max_waiting:
             raise QueueFullError(
@@ -264,30 +274,32 @@ class LongTextThreads:
                 "most that may"
             )
         loop = asyncio.get_running_loop()
+        queue = self._beginning if begins else self._others
         turn = _Turn(work, loop, loop.create_future(), holds_lock)
-        self._queue.push(tenant, turn, num_characters)
+        queue.push(tenant, turn, num_characters)
         self._waiting[tenant] += 1
         self._begin()
         try:
             return cast(T, await turn.result)
         except asyncio.CancelledError:
-            if self._queue.remove(tenant, turn):
+            if queue.remove(tenant, turn):
                 self._waiting[tenant] -= 1
             raise
 
     def _begin(self) -> None:
         while self._running.total() < self._num_threads:
-            found = self._queue.pop(self._may_begin)
+            tried = (queue.pop(allowed) for queue, allowed in self._queues)
+            found = next(filter(None, tried), None)
             if found is None:
                 return
+            self._queues.reverse()
             tenant, turn = found
             self._waiting[tenant] -= 1
             self._running[tenant] += 1
             self._threads.submit(turn.run).add_done_callback(self._reporter(tenant, turn))
 
-    def _may_begin(self, tenant: str) -> bool:
-        most = max(1, self._num_threads - 1)
-        return tenant not in self._resting and self._running[tenant] < most
+    def _may_run(self, tenant: str) -> bool:
+        return self._running[tenant] < max(1, self._num_threads - 1)
 
     def _reporter(self, tenant: str, turn: _Turn[T]) -> Callable[[Future[T]], None]:
         def report(done: Future[T]) -> None:
@@ -317,18 +329,25 @@ class LongTextThreads:
         self._debts[tenant] = owed, now
         if len(self._debts) > MAX_DEBTS:
             del self._debts[next(iter(self._debts))]  # the one that computed longest ago
-        too_much = owed - LOCK_BURST_SECONDS
-        if (
-            too_much > 0
-            and tenant not in self._resting
-            and self._last_asked.others(tenant, now - OTHERS_SECONDS)
-        ):
+        if tenant not in self._resting and self._rest_seconds(tenant) > 0:
             self._resting.add(tenant)
-            turn.loop.call_later(too_much / LOCK_SHARE, self._end_rest, tenant)
+            self._go_on_resting(turn.loop, tenant)
 
-    def _end_rest(self, tenant: str) -> None:
-        self._resting.discard(tenant)
-        self._begin()
+    def _rest_seconds(self, tenant: str) -> float:
+        """Until the tenant's share has paid for what it computed; 0 where nobody else asks."""
+        now = self._clock()
+        if not self._last_asked.others(tenant, now - OTHERS_SECONDS):
+            return 0.0
+        owed, since = self._debts.get(tenant, (0.0, now))
+        return max(0.0, (owed - LOCK_BURST_SECONDS) / LOCK_SHARE - (now - since))
+
+    def _go_on_resting(self, loop: asyncio.AbstractEventLoop, tenant: str) -> None:
+        seconds = self._rest_seconds(tenant)
+        if seconds > 0:
+            loop.call_later(min(seconds, LOOK_SECONDS), self._go_on_resting, loop, tenant)
+        else:
+            self._resting.discard(tenant)
+            self._begin()
 
 
 def _lower_priority() -> None:

@@ -59,7 +59,7 @@ from lookonce.server.http.responses import RETRY_AFTER_SECONDS, encode, error_ty
 from lookonce.server.http.unread import UNREAD_SECONDS, UnreadAnswers, UnreadProtocol
 from lookonce.server.http.websocket import WebSocketProtocol
 from lookonce.types.counts import Counts
-from lookonce.types.last_asked import LastAsked
+from lookonce.types.last_asked import OTHERS_SECONDS, LastAsked
 
 logger = logging.getLogger("lookonce.server")
 audit_logger = logging.getLogger("lookonce.audit")
@@ -106,8 +106,6 @@ SMALL_READ_BYTES = 16 * 1024
 """Who sent less since its last turn waits for the next one behind others who did."""
 SMALL_READS_PER_TURN = 4
 """What as many small reads cost is less than what one large read and its rest take."""
-OTHERS_SECONDS = 2.0
-"""An address that asked so long ago may still ask; to the second, as `Connections.now`."""
 WRITE_NOW = "lookonce.write_now"
 """ASGI extension: its `write` writes a chunk of a streamed answer at once, without a task."""
 CHUNK_OVERHEAD = 32
@@ -960,7 +958,7 @@ that takes a quarter of a millisecond each, several times what accepting takes."
 OPENED_PER_SECOND = 500
 """That a long turn may catch up with: an eighth of its time."""
 FAILED_HANDSHAKE_SECONDS = 2.0
-"""For so long an address whose handshake failed waits behind those without such handshakes."""
+"""For so long an address whose handshake failed takes turns with those without such handshakes."""
 LONGEST_TURN_SECONDS = 0.05
 """No more than a turn of this length may catch up with is done in one that takes longer."""
 MAX_EVICTIONS = 16

@@ -69,7 +69,7 @@ class AcceptingServer(uvicorn.Server):
         self._traffic_before = self._rested = connections.traffic
         """At the last sweep, and when memory was given back at rest."""
         self._trimmed = resident_bytes()
-        """This process's size when memory was given back."""
+        """This process's size when memory was given back, or what it was less since then."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -109,6 +109,7 @@ class AcceptingServer(uvicorn.Server):
     async def _give_memory_back(self) -> None:
         """Give memory back where this process has grown enough since the last time, and where
         something was received and no more comes."""
+        self._trimmed = min(self._trimmed, resident_bytes())
         seen = self._connections.traffic
         rests, self._traffic_before = seen == self._traffic_before, seen
         received, ended = seen[0] - self._rested[0], seen[1] - self._rested[1]

@@ -1341,6 +1341,14 @@ def test_memory_is_given_back_once_the_process_grew_or_nothing_more_comes(monkey
         assert await after(1) == 2  # the rest is in use
         size += uvicorn_server.TRIM_BYTES - 1
         assert await after(1) == 2
+        size -= 2 * uvicorn_server.TRIM_BYTES - 1  # what was in use is free by itself
+        assert await after(1) == 2
+        size += uvicorn_server.TRIM_BYTES
+        assert await after(1) == 3
+        size += uvicorn_server.TRIM_BYTES
+        assert await after(1) == 4
+        times.clear()
+        times.extend((1, 1))
         assert await after(0) == 3  # what was not garbage before
         assert await after(0, ended=uvicorn_server.REST_CONNECTIONS) == 3
         assert await after(0) == 4
