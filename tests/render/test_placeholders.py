@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import tracemalloc
 
 import pytest
 from hypothesis import example, given
@@ -269,6 +270,20 @@ def test_it_is_refused_beside_what_is_no_json(beside):
         with pytest.raises(BadRequestError, match="U\\+FDD0"):
             refuse_reserved(value, "x")
     refuse_reserved(beside, "x")
+
+
+def test_what_is_refused_is_named_without_words_for_all_the_rest():
+    """Long keys times many values were gigabytes."""
+    value = {"k" * 1_000_000: [1] * 20_000, "z": ["x", {"y" * 500: RESERVED}]}
+    tracemalloc.start()
+    try:
+        with pytest.raises(BadRequestError) as caught:
+            refuse_reserved(value, "x")
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert caught.value.param == f"x.z[1].{'y' * 64}"
+    assert most < 20_000_000
 
 
 def test_unescaping_undoes_escaping():

@@ -43,6 +43,8 @@ LOCK_BURST_SECONDS = 0.05
 """They may compute so long beyond their share."""
 LOOK_SECONDS = 0.25
 """How often who rests looks whether anybody else still asks."""
+MOST_CHARGED_SECONDS = 0.2
+"""For one part of a request: the next one waits for seconds at most."""
 MAX_DEBTS = 1024
 """Tenants of which it is known how long they computed."""
 SLICE_BYTES = 64 * 1024
@@ -325,7 +327,7 @@ class LongTextThreads:
         owed, since = self._debts.pop(tenant, (0.0, now))
         owed = max(0.0, owed - LOCK_SHARE * (now - since))
         # What was computed while nobody else asked is not paid for later.
-        owed = min(owed, LOCK_BURST_SECONDS) + turn.seconds
+        owed = min(owed, LOCK_BURST_SECONDS) + min(turn.seconds, MOST_CHARGED_SECONDS)
         self._debts[tenant] = owed, now
         if len(self._debts) > MAX_DEBTS:
             del self._debts[next(iter(self._debts))]  # the one that computed longest ago

@@ -33,6 +33,9 @@ system: bodies, abandoned ones too, would leave it in pieces that stay. While it
 milliseconds, nothing can be allocated. It is more than what bodies come and go with."""
 REST_BYTES, REST_CONNECTIONS = 1 << 20, 128
 """So many bytes received or connections ended are enough where nothing comes any more."""
+LATER_LOOKS = 5, 30
+"""Sweeps without anything new after which memory is given back again: what was begun may have
+ended since the first."""
 
 
 def uvicorn_config(app: object) -> uvicorn.Config:
@@ -68,6 +71,10 @@ class AcceptingServer(uvicorn.Server):
         self._tls = tls
         self._traffic_before = self._rested = connections.traffic
         """At the last sweep, and when memory was given back at rest."""
+        self._quiet = 0
+        """Sweeps since the last one before which something came."""
+        self._looks_left = 0
+        """Of `LATER_LOOKS`."""
         self._trimmed = resident_bytes()
         """This process's size when memory was given back, or what it was less since then."""
 
@@ -111,12 +118,16 @@ class AcceptingServer(uvicorn.Server):
         something was received and no more comes."""
         self._trimmed = min(self._trimmed, resident_bytes())
         seen = self._connections.traffic
-        rests, self._traffic_before = seen == self._traffic_before, seen
+        self._quiet = self._quiet + 1 if seen == self._traffic_before else 0
+        self._traffic_before = seen
         received, ended = seen[0] - self._rested[0], seen[1] - self._rested[1]
-        if rests and (received >= REST_BYTES or ended >= REST_CONNECTIONS):
-            gc.collect()  # requests that were cut off are cycles
-            self._rested = seen
+        if self._quiet == 1 and (received >= REST_BYTES or ended >= REST_CONNECTIONS):
+            self._rested, self._looks_left = seen, len(LATER_LOOKS)
+        elif self._looks_left and self._quiet in LATER_LOOKS:
+            self._looks_left -= 1
         elif resident_bytes() - self._trimmed < TRIM_BYTES:
             return
+        if self._quiet:
+            gc.collect()  # requests that were cut off are cycles
         await asyncio.to_thread(give_memory_back)
         self._trimmed = resident_bytes()
