@@ -150,6 +150,7 @@ def test_a_rendered_request_is_told_once(tmp_path: Path, caplog: pytest.LogCaptu
         running_frontend([engine.address], rendered) as running,
     ):
         body = {"model": "nano", "prompt": "x", "max_tokens": 1}
+        assert httpx.post(f"{running.url}/v1/completions", json=body).status_code == 200
         assert httpx.post(f"{running.url}/v1/completions", json=body).status_code == 429
         until(lambda: own_lines(caplog), 30)
         assert "POST /inference/v1/generate" not in dict(audited(engine.server))
