@@ -75,7 +75,8 @@ CHANGING_KEYS = frozenset({"reasoning_content", "thinking", "reasoning"})
 SAME_REQUEST_SECONDS = 10.0
 """What is large and comes so soon after something large, in one task, belongs to one request."""
 _last_large: ContextVar[float] = ContextVar("last_large", default=-math.inf)
-"""When this task last began with something large. Every HTTP request has a task of its own."""
+"""When this task was last done with something large. Every HTTP request has a task of its own; that
+of a live session serves many."""
 _PROBE = "lookonce-probe-5b1e"
 
 
@@ -222,10 +223,11 @@ class PromptEncoder:
         if not large:
             self.note_asked(tenant)
             return work()
-        last, now = _last_large.get(), time.monotonic()
-        _last_large.set(now)
-        begins = now - last > SAME_REQUEST_SECONDS
-        return await self._long_texts.run(work, tenant, QUANTUM, holds_lock=True, begins=begins)
+        begins = time.monotonic() - _last_large.get() > SAME_REQUEST_SECONDS
+        try:
+            return await self._long_texts.run(work, tenant, QUANTUM, holds_lock=True, begins=begins)
+        finally:
+            _last_large.set(time.monotonic())
 
     def _text_of(
         self, conversation: Sequence[Json], options: ChatOptions, follows: Follows | None = None
