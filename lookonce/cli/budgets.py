@@ -167,7 +167,7 @@ BUDGETS = (
     Budget("threads for long texts, large chats and bodies", max(1, long_texts.THREADS - 1),
            "threads", "tenant", "waits"),
     Budget("converting large chats and bodies while another tenant asks",
-           long_texts.LOCK_SHARE, "of the time", "tenant", "waits"),
+           long_texts.LOCK_SHARE, "of a thread's time", "tenant", "waits"),
     Budget("long texts, large chats and bodies waiting", long_texts.MAX_WAITING, "texts", "tenant",
            "429"),
     # media

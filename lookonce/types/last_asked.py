@@ -6,12 +6,12 @@ from typing import Generic, TypeVar
 
 K = TypeVar("K")
 OTHERS_SECONDS = 2.0
-"""Who asked so long ago may still ask; to the second, as the clocks that are used with it."""
+"""Who asked so long ago may still ask."""
 
 
 class LastAsked(Generic[K]):
-    """The last two that asked, and when: with these two known, whether anybody but one given asked
-    since a time is known of everybody."""
+    """The last two that asked, and when: with these two known, it is known of everybody whether
+    somebody else asks. Seconds are of any clock."""
 
     def __init__(self) -> None:
         self._last: list[tuple[K, float]] = []
@@ -24,6 +24,6 @@ class LastAsked(Generic[K]):
         else:
             self._last = [(who, now), *last[:1]]
 
-    def others(self, who: K, since: float) -> bool:
-        """Whether somebody else has asked since then."""
-        return any(other != who and when > since for other, when in self._last)
+    def others(self, who: K, now: float) -> bool:
+        """Whether somebody else has asked in the last `OTHERS_SECONDS`."""
+        return any(other != who and when > now - OTHERS_SECONDS for other, when in self._last)

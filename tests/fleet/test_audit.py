@@ -5,13 +5,20 @@ from __future__ import annotations
 import json
 import os
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
 import pytest
 
 from lookonce.fleet.config import RenderedModel
-from tests.support.fleet_frontends import running_engine, running_frontend
+from tests.support.fleet_frontends import (
+    Engine,
+    RunningFrontend,
+    running_engine,
+    running_frontend,
+)
 from tests.support.live_server import LiveServer, until
 
 pytestmark = pytest.mark.timeout(120)
@@ -61,19 +68,28 @@ def own_lines(caplog: pytest.LogCaptureFixture) -> list[tuple[int, str | None, s
     return [(e["status"], e["code"], e["tenant"]) for e in told if e["event"] == "refused"]
 
 
-def test_only_what_the_client_got_is_told_where_several_engines_are_asked(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO", logger="lookonce.audit")
-    keys = tmp_path / "keys"
+@contextmanager
+def two_engines(folder: Path) -> Iterator[tuple[Engine, Engine, RunningFrontend]]:
+    """Behind a front-end, with the key `secret` of the tenant team."""
+    keys = folder / "keys"
     keys.write_text("team:secret\n")
     options = ("--log-format", "json", "--api-key-file", str(keys), "--behind-frontends")
     options += ("--forwarded-allow-ips", "127.0.0.1")
-    headers = {"authorization": "Bearer secret"}
     with (
         running_engine("a", *options) as one,
         running_engine("b", *options) as two,
         running_frontend([one.address, two.address], keys=keys) as running,
+    ):
+        yield one, two, running
+
+
+def test_only_what_the_client_got_is_told_where_several_engines_are_asked(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="lookonce.audit")
+    headers = {"authorization": "Bearer secret"}
+    with (
+        two_engines(tmp_path) as (one, two, running),
         httpx.Client(base_url=running.url, headers=headers, timeout=60) as client,
     ):
         # Each is asked: a response, and a picture of a uuid, may be where nobody looked.
@@ -105,15 +121,7 @@ def test_models_are_refused_in_one_line_beside_an_engine_that_hangs_for_a_while(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", logger="lookonce.audit")
-    keys = tmp_path / "keys"
-    keys.write_text("team:secret\n")
-    options = ("--log-format", "json", "--api-key-file", str(keys), "--behind-frontends")
-    options += ("--forwarded-allow-ips", "127.0.0.1")
-    with (
-        running_engine("a", *options) as hanging,
-        running_engine("b", *options) as other,
-        running_frontend([hanging.address, other.address], keys=keys) as running,
-    ):
+    with two_engines(tmp_path) as (hanging, other, running):
         wrong = {"authorization": "Bearer other"}
         os.kill(hanging.server.process.pid, signal.SIGSTOP)
         try:

@@ -14,10 +14,12 @@ from tokenizers import Tokenizer as Backend
 
 from lookonce.config import NANO_FOLDER
 from lookonce.errors import BadRequestError, QueueFullError
+from lookonce.render.prompt import encoder as encoder_module
 from lookonce.render.prompt import long_texts
 from lookonce.render.prompt.encoder import load_encoder
 from lookonce.render.prompt.long_texts import LongTextThreads, TokenCountBound
 from lookonce.render.prompt.tokenizer import Tokenizer
+from lookonce.types import last_asked
 
 WORDS = [f"word{number} wood {number * 37} éü 中文字 A\n\t b\u0301" for number in range(200)]
 PATIENCE = 100.0
@@ -283,22 +285,11 @@ def test_who_computed_its_share_with_the_lock_rests_while_others_ask(monkeypatch
     asyncio.run(scenario())
 
 
-def test_a_rest_ends():
-    async def scenario():
-        threads = LongTextThreads()
-        for asked in ("other", "large"):
-            threads.note_asked(asked)
-        seconds = 2 * long_texts.LOCK_BURST_SECONDS
-        await threads.run(lambda: compute(seconds), "large", 1, holds_lock=True)
-        job = threads.run(lambda: "done", "large", 1, holds_lock=True, begins=True)
-        assert await asyncio.wait_for(job, PATIENCE) == "done"
-
-    asyncio.run(scenario())
-
-
-def test_a_rest_ends_once_nobody_else_asks(monkeypatch):
-    monkeypatch.setattr(long_texts, "LOCK_SHARE", 1e-4)
-    monkeypatch.setattr(long_texts, "OTHERS_SECONDS", 0.5)
+@pytest.mark.parametrize("nobody_asks", [False, True])
+def test_a_rest_ends_once_it_is_paid_for_and_once_nobody_else_asks(monkeypatch, nobody_asks):
+    if nobody_asks:
+        monkeypatch.setattr(long_texts, "LOCK_SHARE", 1e-4)
+        monkeypatch.setattr(last_asked, "OTHERS_SECONDS", 0.5)
 
     async def scenario():
         threads = LongTextThreads()
@@ -316,7 +307,7 @@ def test_a_rest_ends_once_nobody_else_asks(monkeypatch):
     "case",
     [
         {"others": None, "bursts": 2.0},
-        {"others": long_texts.OTHERS_SECONDS, "bursts": 2.0},
+        {"others": last_asked.OTHERS_SECONDS, "bursts": 2.0},
         {"others": 1.0, "bursts": 0.5},
         {"others": 1.0, "bursts": 2.0, "holds_lock": False},
         {"others": 1.0, "bursts": 2.0, "begins": False},
@@ -350,16 +341,18 @@ def test_what_was_computed_while_nobody_asked_is_not_paid_for_later(monkeypatch)
 
 
 def test_large_chats_of_one_tenant_have_a_share_while_another_asks(monkeypatch):
-    """Through the encoder: the parts of one request go on, the next request waits."""
+    """Through the encoder: the parts of one request go on, however long one of them took; the next
+    request waits."""
     monkeypatch.setattr(long_texts, "LOCK_SHARE", 1e-4)
+    monkeypatch.setattr(last_asked, "OTHERS_SECONDS", 10 * PATIENCE)
+    monkeypatch.setattr(encoder_module, "SAME_REQUEST_SECONDS", 1.0)
     encoder = load_encoder(NANO_FOLDER, None, None)
 
     async def scenario():
         await encoder.encode_text("x", add_special_tokens=False, tenant="other")
-        burst = 2 * long_texts.LOCK_BURST_SECONDS
 
         async def request() -> str:
-            await encoder.in_turn_if(True, "large", lambda: compute(burst))
+            await encoder.in_turn_if(True, "large", lambda: compute(1.5))
             return await encoder.in_turn_if(True, "large", lambda: "done")
 
         first = asyncio.create_task(request())

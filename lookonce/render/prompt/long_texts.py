@@ -2,7 +2,7 @@
 
 Tokenizing does 1 to 5 MB a second. It runs in threads of low priority that do not hold the
 interpreter's lock (`Tokenizer.encode`); one tenant never has all of them. What does hold the lock
-there, large chats and bodies, takes a share of the time while another tenant asks.
+there, large chats and bodies, has a share of the time while another tenant asks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from lookonce.errors import QueueFullError
 from lookonce.render.prompt.tokenizer import BYTE_ALPHABET, Tokenizer
 from lookonce.types.fair_queue import FairQueue, TenantWeights
-from lookonce.types.last_asked import OTHERS_SECONDS, LastAsked
+from lookonce.types.last_asked import LastAsked
 from lookonce.types.scheduling import run_behind_others
 
 THREADS = 2
@@ -233,13 +233,11 @@ class LongTextThreads:
         self._num_threads = num_threads
         self._max_waiting = max_waiting
         self._beginning: FairQueue[_Turn[Any]] = FairQueue(QUANTUM, weights)
-        self._others: FairQueue[_Turn[Any]] = FairQueue(QUANTUM, weights)
-        """First parts of large chats and bodies, and all else."""
-        self._queues = [
-            (self._beginning, lambda tenant: tenant not in self._resting and self._may_run(tenant)),
-            (self._others, self._may_run),
-        ]
-        """With who may have a job of it now; the one whose turn it is first."""
+        """First parts of large chats and bodies."""
+        self._going_on: FairQueue[_Turn[Any]] = FairQueue(QUANTUM, weights)
+        """All else."""
+        self._queues = [self._beginning, self._going_on]
+        """The one whose turn it is first."""
         self._waiting: Counter[str] = Counter()
         self._running: Counter[str] = Counter()
         self._last_asked: LastAsked[str] = LastAsked()
@@ -276,7 +274,7 @@ class LongTextThreads:
                 "most that may"
             )
         loop = asyncio.get_running_loop()
-        queue = self._beginning if begins else self._others
+        queue = self._beginning if begins else self._going_on
         turn = _Turn(work, loop, loop.create_future(), holds_lock)
         queue.push(tenant, turn, num_characters)
         self._waiting[tenant] += 1
@@ -290,15 +288,25 @@ class LongTextThreads:
 
     def _begin(self) -> None:
         while self._running.total() < self._num_threads:
-            tried = (queue.pop(allowed) for queue, allowed in self._queues)
-            found = next(filter(None, tried), None)
+            found = self._next()
             if found is None:
                 return
-            self._queues.reverse()
             tenant, turn = found
             self._waiting[tenant] -= 1
             self._running[tenant] += 1
             self._threads.submit(turn.run).add_done_callback(self._reporter(tenant, turn))
+
+    def _next(self) -> tuple[str, _Turn[Any]] | None:
+        """Of both queues in turn, as far as they have what may begin."""
+        for queue in self._queues:
+            found = queue.pop(self._may_begin if queue is self._beginning else self._may_run)
+            if found is not None:
+                self._queues.reverse()
+                return found
+        return None
+
+    def _may_begin(self, tenant: str) -> bool:
+        return tenant not in self._resting and self._may_run(tenant)
 
     def _may_run(self, tenant: str) -> bool:
         return self._running[tenant] < max(1, self._num_threads - 1)
@@ -338,7 +346,7 @@ class LongTextThreads:
     def _rest_seconds(self, tenant: str) -> float:
         """Until the tenant's share has paid for what it computed; 0 where nobody else asks."""
         now = self._clock()
-        if not self._last_asked.others(tenant, now - OTHERS_SECONDS):
+        if not self._last_asked.others(tenant, now):
             return 0.0
         owed, since = self._debts.get(tenant, (0.0, now))
         return max(0.0, (owed - LOCK_BURST_SECONDS) / LOCK_SHARE - (now - since))

@@ -59,7 +59,7 @@ from lookonce.server.http.responses import RETRY_AFTER_SECONDS, encode, error_ty
 from lookonce.server.http.unread import UNREAD_SECONDS, UnreadAnswers, UnreadProtocol
 from lookonce.server.http.websocket import WebSocketProtocol
 from lookonce.types.counts import Counts
-from lookonce.types.last_asked import OTHERS_SECONDS, LastAsked
+from lookonce.types.last_asked import LastAsked
 
 logger = logging.getLogger("lookonce.server")
 audit_logger = logging.getLogger("lookonce.audit")
@@ -779,7 +779,7 @@ class Connections:
         self._last_asked.note(address, self.now)
 
     def _others_ask(self, address: str | None) -> bool:
-        return self._last_asked.others(address, self.now - OTHERS_SECONDS)
+        return self._last_asked.others(address, self.now)
 
     def wait_to_read(self, connection: HttpProtocol) -> None:
         """Call its `read_once` once its turn has come, unless it is removed before."""

@@ -116,7 +116,8 @@ class AcceptingServer(uvicorn.Server):
     async def _give_memory_back(self) -> None:
         """Give memory back where this process has grown enough since the last time, and where
         something was received and no more comes."""
-        self._trimmed = min(self._trimmed, resident_bytes())
+        size = resident_bytes()
+        self._trimmed = min(self._trimmed, size)
         seen = self._connections.traffic
         self._quiet = self._quiet + 1 if seen == self._traffic_before else 0
         self._traffic_before = seen
@@ -125,7 +126,7 @@ class AcceptingServer(uvicorn.Server):
             self._rested, self._looks_left = seen, len(LATER_LOOKS)
         elif self._looks_left and self._quiet in LATER_LOOKS:
             self._looks_left -= 1
-        elif resident_bytes() - self._trimmed < TRIM_BYTES:
+        elif size - self._trimmed < TRIM_BYTES:
             return
         if self._quiet:
             gc.collect()  # requests that were cut off are cycles

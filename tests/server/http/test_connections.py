@@ -859,7 +859,7 @@ def test_one_that_is_silent_ends_at_the_deadline_of_its_header():
 
 
 @pytest.mark.parametrize("begun", [b"\x16\x03\x01\x02\x00", b"no TLS\r\n\r\n"])
-def test_a_new_address_waits_for_none_whose_handshake_goes_on_or_has_failed(begun):
+def test_a_new_address_takes_turns_with_all_whose_handshakes_go_on_or_have_failed(begun):
     num = 30
 
     async def scenario(running):
@@ -880,7 +880,7 @@ def test_a_new_address_waits_for_none_whose_handshake_goes_on_or_has_failed(begu
             await until(lambda: running.table.num_ended + running.table.total == 2 * num + 1)
             for client in (*second, new):
                 client.sendall(begun)
-            while len(running.made) == num:  # noqa: ASYNC110 - nothing announces it
+            while len(running.made) == num:  # noqa: ASYNC110 - what the very first turn opens
                 await asyncio.sleep(0)
             assert "127.0.0.99" in running.made
             assert len(running.made) == num + OPENED_PER_TURN
