@@ -94,7 +94,7 @@ UNREAD_BODY_BYTES = 128 * 1024
 time. What a body has beyond so many is read in turns: were the beginnings of all large bodies read
 in one turn of the loop, everybody else would wait for all of them. To stop and go on costs as much
 as to read 64 kB."""
-READ_REST_SECONDS = 0.002
+READ_REST_SECONDS = 0.003
 """After reads of large bodies that cost `REST_AFTER_BYTES`, while other addresses ask: these take a
 sixth of that, with what the kernel does for them. 100 MB a second are left."""
 READ_COST_BYTES = 64 * 1024
