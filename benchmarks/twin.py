@@ -1,14 +1,18 @@
 """`lookonce bench twin`: a real server beside its simulation, on the same requests, in one run.
 
-The price list is measured (or read: `--prices FILE`). Then a real server with `--request-log` gets
-conversations about pictures at random times, and `lookonce simulate`'s engine replays what the log
-says. First tokens and tokens are those of the client; what was found in caches is counted by both
-and must be equal or nearly so, as both run the same scheduler.
+In each of `--rounds` a real server with `--request-log` gets conversations about pictures at random
+times, others in each round, and `lookonce simulate`'s engine replays what the log says. First
+tokens and tokens are those of the client; what was found in caches is counted by both and must be
+equal or nearly so, as both run the same scheduler.
+
+A machine is quicker in one minute than in another, and the simulation knows only prices. So they
+are measured before the first round and after each (or read: `--prices FILE`), and each round is
+simulated by the prices before it and by those after it. Percentiles are of all rounds' requests.
 
 `off` is the simulation's figure over the real one, less 1: the goal is 10 % at p50 and 20 % at p99.
 
-`--keep-log FOLDER` leaves the logs and what the client saw; `--replay FOLDER --prices FILE`
-compares these again, with other prices or after a change to the simulation, without a server.
+`--keep-log FOLDER` leaves prices, logs and what the client saw; `--replay FOLDER` compares these
+again, after a change to the simulation or with other `--prices`, without a server.
 """
 
 from __future__ import annotations
@@ -16,7 +20,9 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
+from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +36,7 @@ from benchmarks.report import Report, publish
 from benchmarks.running_server import running_server, set_environment
 from lookonce.config import NANO_FOLDER
 from lookonce.errors import ConfigError
+from lookonce.simulate.engine import EngineSpec
 from lookonce.simulate.prices import Prices, read_prices
 from lookonce.simulate.simulation import FleetSpec, Outcome, Simulation, percentile
 from lookonce.simulate.trace import TraceRequest, read_trace
@@ -92,68 +99,6 @@ def _body(session: int, url: str, turn: int, tokens: int) -> bytes:
     ).encode()
 
 
-def replay(
-    trace: Sequence[TraceRequest], prices: Prices, skip: int
-) -> tuple[Outcome, list[float], list[float]]:
-    """What one simulated server does with the trace; first tokens and seconds per token of all
-    requests after the first `skip`."""
-    first: list[float] = []
-    per_token: list[float] = []
-
-    def note(served: Any) -> None:
-        if served.number < skip or served.failed:
-            return
-        first.append(served.first_token - served.arrival)
-        if served.request.output_tokens > 1:
-            rest = served.ended - served.first_token
-            per_token.append(rest / (served.request.output_tokens - 1))
-
-    outcome = Simulation(FleetSpec(), prices, note).run(trace)
-    return outcome, first, per_token
-
-
-def compare(
-    name: str,
-    real: Kept,
-    trace: Sequence[TraceRequest],
-    prices: Prices,
-) -> Report:
-    """A table of what the server did and what its simulation says."""
-    if prices.cores:  # the client has its part of them, too
-        prices = msgspec.structs.replace(prices, cores=max(1.0, prices.cores - real.cpu_share))
-    outcome, first, per_token = replay(trace, prices, WARM_UP)
-    report = Report(name, ("figure", "real", "simulated", "off %"))
-    firsts, tokens, counted = np.array(real.first_text), np.array(real.per_token), real.counted
-
-    def add(label: str, measured: float | None, simulated: float | None) -> None:
-        off = None
-        if measured and simulated is not None:
-            off = 100.0 * (simulated / measured - 1.0)
-        report.add(label, measured, simulated, off)
-
-    for percent in (50, 90, 99):
-        real_ms = percentile(firsts, percent)
-        simulated_ms = percentile(np.array(first), percent)
-        add(f"first token p{percent} ms", 1e3 * (real_ms or 0), 1e3 * (simulated_ms or 0))
-    for percent in (50, 99):
-        real_ms = percentile(tokens, percent)
-        simulated_ms = percentile(np.array(per_token), percent)
-        add(f"each token p{percent} ms", 1e3 * (real_ms or 0), 1e3 * (simulated_ms or 0))
-    figures = outcome.figures()
-    queries = counted["prefix_cache_queries_total"] or 1.0
-    add(
-        "prompt found %",
-        100 * counted["prefix_cache_hits_total"] / queries,
-        100 * (figures["prefix_hit_rate"] or 0),
-    )
-    add("encoder runs", counted["encoder_runs_total"], float(figures["encoder_runs"] or 0))
-    add("processed media", counted["media_processed_total"], float(outcome.processed))
-    add("failed", float(real.failed), float(outcome.failed))
-    report.notes.append(f"the simulated engine is busy {outcome.busy:.0%} of the time")
-    report.notes.append(f"the load generator took {real.cpu_share:.0%} of a core")
-    return report
-
-
 class Kept(msgspec.Struct, frozen=True):
     """What a load at one rate was, beside its request log."""
 
@@ -177,19 +122,152 @@ class Kept(msgspec.Struct, frozen=True):
         )
 
 
-def logs_of(folder: Path) -> list[tuple[str, Path, Kept]]:
-    """Rate, request log and the rest of what `--keep-log` has left. Raises `ConfigError`."""
-    found = []
-    for path in sorted(folder.glob("client-*.json")):
-        rate = path.stem.removeprefix("client-")
-        log = folder / f"requests-{rate}.jsonl"
-        try:
-            found.append((rate, log, msgspec.json.decode(path.read_bytes(), type=Kept)))
-        except msgspec.MsgspecError as error:
-            raise ConfigError(f"{path} is nothing that --keep-log has left: {error}") from None
-    if not found:
-        raise ConfigError(f"--replay: there are no logs of --keep-log in {folder}")
-    return found
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What a server got at one rate in one round, and what it made of it."""
+
+    real: Kept
+    trace: Sequence[TraceRequest]
+    prices: Sequence[Prices]
+    """Those before and after it, or one."""
+
+
+def replay(
+    trace: Sequence[TraceRequest], prices: Prices, skip: int, requests_before: int = 0
+) -> tuple[Outcome, list[float], list[float]]:
+    """What one simulated server does with the trace; first tokens and seconds per token of all
+    requests after the first `skip`. `requests_before`: see `EngineSpec`."""
+    first: list[float] = []
+    per_token: list[float] = []
+
+    def note(served: Any) -> None:
+        if served.number < skip or served.failed:
+            return
+        first.append(served.first_token - served.arrival)
+        if served.request.output_tokens > 1:
+            rest = served.ended - served.first_token
+            per_token.append(rest / (served.request.output_tokens - 1))
+
+    spec = FleetSpec(engine=EngineSpec(requests_before=requests_before))
+    outcome = Simulation(spec, prices, note).run(trace)
+    return outcome, first, per_token
+
+
+def compare(name: str, loads: Sequence[Load]) -> Report:
+    """A table of what the server did at one rate and what its simulation says, of all rounds
+    together. Each round has equally many prices."""
+    first: list[float] = []
+    per_token: list[float] = []
+    outcomes: list[Outcome] = []
+    before = 0
+    for load in loads:
+        for prices in load.prices:
+            given = prices
+            if prices.cores:  # the client has its part of them, too
+                left = max(1.0, prices.cores - load.real.cpu_share)
+                given = msgspec.structs.replace(prices, cores=left)
+            outcome, firsts, tokens = replay(load.trace, given, WARM_UP, before)
+            outcomes.append(outcome)
+            first += firsts
+            per_token += tokens
+            before += len(load.trace)
+    report = Report(name, ("figure", "real", "simulated", "off %"))
+    real_first = [each for load in loads for each in load.real.first_text]
+    real_token = [each for load in loads for each in load.real.per_token]
+    counted: defaultdict[str, float] = defaultdict(float)
+    for load in loads:
+        for each, count in load.real.counted.items():
+            counted[each] += count
+    by_load = len(outcomes) / len(loads)
+
+    def add(label: str, measured: float | None, simulated: float | None) -> None:
+        off = None
+        if measured and simulated is not None:
+            off = 100.0 * (simulated / measured - 1.0)
+        report.add(label, measured, simulated, off)
+
+    def add_percentile(label: str, percent: int, real: list[float], simulated: list[float]) -> None:
+        found = [1e3 * (percentile(np.array(each), percent) or 0) for each in (real, simulated)]
+        add(f"{label} p{percent} ms", *found)
+
+    for percent in (50, 90, 99):
+        add_percentile("first token", percent, real_first, first)
+    for percent in (50, 99):
+        add_percentile("each token", percent, real_token, per_token)
+    queries = counted["prefix_cache_queries_total"] or 1.0
+    hits = [each.figures()["prefix_hit_rate"] or 0 for each in outcomes]
+    add(
+        "prompt found %",
+        100 * counted["prefix_cache_hits_total"] / queries,
+        100 * sum(hits) / len(hits),
+    )
+    runs = sum(float(each.figures()["encoder_runs"] or 0) for each in outcomes)
+    add("encoder runs", counted["encoder_runs_total"], runs / by_load)
+    processed = sum(each.processed for each in outcomes)
+    add("processed media", counted["media_processed_total"], processed / by_load)
+    failed = sum(each.failed for each in outcomes)
+    add("failed", float(sum(load.real.failed for load in loads)), failed / by_load)
+    busy = sum(each.busy for each in outcomes) / len(outcomes)
+    report.notes.append(f"the simulated engine is busy {busy:.0%} of the time")
+    share = sum(load.real.cpu_share for load in loads) / len(loads)
+    report.notes.append(f"the load generator took {share:.0%} of a core")
+    return report
+
+
+class Folder:
+    """Prices, logs and what the client saw, of rounds from 1 on."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def prices(self, number: int) -> Path:
+        """Of prices after that round; 0: before the first."""
+        return self.path / f"prices-{number}.json"
+
+    def log(self, rate: float, number: int) -> Path:
+        return self.path / f"requests-{rate:g}-{number}.jsonl"
+
+    def client(self, rate: float, number: int) -> Path:
+        return self.path / f"client-{rate:g}-{number}.json"
+
+    def rates(self) -> list[float]:
+        found = [each.stem.split("-") for each in self.path.glob("client-*-1.json")]
+        return sorted(float(parts[1]) for parts in found)
+
+    def loads(self, rate: float, given: Prices | None) -> list[Load]:
+        """Of each round, by the prices `given` or by those around it. Raises `ConfigError`."""
+        loads: list[Load] = []
+        while (path := self.client(rate, len(loads) + 1)).exists():
+            number = len(loads) + 1
+            try:
+                real = msgspec.json.decode(path.read_bytes(), type=Kept)
+            except msgspec.MsgspecError as error:
+                raise ConfigError(f"{path} is nothing that --keep-log has left: {error}") from None
+            around = (number - 1, number)
+            prices = (
+                [read_prices(self.prices(each)) for each in around] if given is None else [given]
+            )
+            loads.append(Load(real, read_trace(self.log(rate, number)), prices))
+        return loads
+
+
+def write_prices(prices: Prices, path: Path) -> None:
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(prices), indent=1) + b"\n")
+
+
+def measured_prices() -> tuple[Prices, list[Report]]:
+    with running_server() as server:
+        return measure(str(NANO_FOLDER), server)
+
+
+def serve(rate: float, asked: Sequence[bytes], log: Path, seed: int) -> Kept:
+    """Give a server with a request log what is asked, at so many requests a second."""
+    log.unlink(missing_ok=True)
+    with running_server(["--request-log", str(log)]) as server:
+        # One after another: a first request at a rate would find a cold client.
+        run_load(server.url, [], asked[:WARM_UP], Arrivals(concurrency=1))
+        real = run_load(server.url, [], asked[WARM_UP:], Arrivals(rate=rate, seed=seed))
+        return Kept.of(real, server.metrics())
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -198,56 +276,52 @@ def main(arguments: Sequence[str]) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--requests", type=int, default=600)
+    parser.add_argument("--requests", type=int, default=200, help="at each rate in each round")
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--rate", type=float, nargs="+", default=[12.0], help="requests a second")
     parser.add_argument("--tokens", type=int, default=24, help="of each answer")
     parser.add_argument("--pictures", type=int, default=40)
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--prices", type=Path, metavar="FILE", help="do not measure them")
-    parser.add_argument("--write-prices", type=Path, metavar="FILE")
     parser.add_argument("--keep-log", type=Path, metavar="FOLDER", help="where traces are left")
     parser.add_argument("--replay", type=Path, metavar="FOLDER", help="of --keep-log: no server")
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args(arguments)
-    if options.replay is not None and options.prices is None:
-        parser.error("--replay needs --prices")
+    if options.rounds < 1:
+        parser.error("--rounds: at least one")
     set_environment()
     reports: list[Report] = []
+    given = None if options.prices is None else read_prices(options.prices)
     if options.replay is not None:
-        prices = read_prices(options.prices)
-        for rate, log, kept in logs_of(options.replay):
-            reports.append(compare(f"twin, {rate}/s, again", kept, read_trace(log), prices))
+        kept = Folder(options.replay)
+        if not kept.rates():
+            raise ConfigError(f"--replay: there are no logs of --keep-log in {kept.path}")
+        reports += [
+            compare(f"twin, {rate:g}/s, again", kept.loads(rate, given)) for rate in kept.rates()
+        ]
         publish(reports, options.json)
         return 0
-    if options.prices is not None:
-        prices = read_prices(options.prices)
-    else:
-        with running_server() as server:
-            prices, tables = measure(str(NANO_FOLDER), server)
-        reports += tables
-        if options.write_prices is not None:
-            written = msgspec.json.format(msgspec.json.encode(prices), indent=1)
-            options.write_prices.write_bytes(written + b"\n")
     with tempfile.TemporaryDirectory() as scratch:
-        folder = options.keep_log or Path(scratch)
-        folder.mkdir(parents=True, exist_ok=True)
-        for number, rate in enumerate(options.rate):
-            log = folder / f"requests-{rate:g}.jsonl"
-            log.unlink(missing_ok=True)
-            asked = bodies(
-                options.requests + WARM_UP,
-                pictures=options.pictures,
-                turns=options.turns,
-                tokens=options.tokens,
-                seed=100 * (number + 1),
-            )
-            with running_server(["--request-log", str(log)]) as server:
-                # One after another: a first request at a rate would find a cold client.
-                run_load(server.url, [], asked[:WARM_UP], Arrivals(concurrency=1))
-                real = run_load(server.url, [], asked[WARM_UP:], Arrivals(rate=rate, seed=number))
-                counted = server.metrics()
-            kept = Kept.of(real, counted)
-            (folder / f"client-{rate:g}.json").write_bytes(msgspec.json.encode(kept))
-            reports.append(compare(f"twin, {rate:g}/s", kept, read_trace(log), prices))
+        folder = Folder(options.keep_log or Path(scratch))
+        folder.path.mkdir(parents=True, exist_ok=True)
+        for number in range(options.rounds + 1):
+            for place, rate in enumerate(options.rate if number else ()):
+                seed = 100 * (options.rounds * place + number)
+                asked = bodies(
+                    options.requests + WARM_UP,
+                    pictures=options.pictures,
+                    turns=options.turns,
+                    tokens=options.tokens,
+                    seed=seed,
+                )
+                real = serve(rate, asked, folder.log(rate, number), seed)
+                folder.client(rate, number).write_bytes(msgspec.json.encode(real))
+            if given is None:
+                prices, tables = measured_prices()
+                write_prices(prices, folder.prices(number))
+                reports += tables if number == options.rounds else []
+        reports += [
+            compare(f"twin, {rate:g}/s", folder.loads(rate, given)) for rate in options.rate
+        ]
     publish(reports, options.json)
     return 0

@@ -94,6 +94,9 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     """No runs: each step is an event."""
     with_tokens: bool = False
     """No keys of blocks from the trace: prompts have tokens, which the scheduler hashes."""
+    requests_before: int = 0
+    """How many of each kind another engine has had: with which of `Prices.spread` this one
+    begins."""
 
 
 @dataclass(slots=True)
@@ -385,7 +388,7 @@ class SimulatedEngine:
         itself, so that the few whose media are new, which take longest, have nearly the whole
         distribution, too."""
         new = any(medium.key not in self.directory for medium in request.media)
-        number = self._num_alike[new]
+        number = self.spec.requests_before + self._num_alike[new]
         self._num_alike[new] += 1
         return self.prices.spread_of(number, self.number)
 
