@@ -316,11 +316,7 @@ class ChatRequest(ChatOrCompletionFields, kw_only=True):
     chat_template: Raw = NOTHING
 
     def asked_controls(self) -> dict[str, Any]:
-        return {
-            "reasoning_effort": self.reasoning_effort,
-            "reasoning.effort": self.reasoning and self.reasoning.effort,
-            "verbosity": self.verbosity,
-        }
+        return _asked_controls(self)
 
 
 class CompletionRequest(ChatOrCompletionFields, kw_only=True):
@@ -340,7 +336,8 @@ class CompletionRequest(ChatOrCompletionFields, kw_only=True):
 
 
 class TokenizeRequest(RefusesUnsupported, kw_only=True):
-    """`POST /tokenize`: `prompt` or `messages`, as vLLM's."""
+    """`POST /tokenize`: `prompt` or `messages`, as vLLM's, with all that a chat's prompt depends
+    on."""
 
     model: str | None = None
     prompt: str | None = None
@@ -351,12 +348,30 @@ class TokenizeRequest(RefusesUnsupported, kw_only=True):
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
     mm_processor_kwargs: dict[str, Any] | None = None
+    reasoning_effort: Any = None
+    reasoning: Reasoning | None = None
+    verbosity: Any = None
     tools: list[Tool] | None = None
+    tool_choice: ToolChoice = None
+    parallel_tool_calls: bool | None = None
+    functions: list[Function] | None = None
+    function_call: FunctionChoice = None
     return_token_strs: bool = False
 
     chat_template: Raw = NOTHING
     documents: Raw = NOTHING
     truncate_prompt_tokens: Raw = NOTHING
+
+    def asked_controls(self) -> dict[str, Any]:
+        return _asked_controls(self)
+
+
+def _asked_controls(body: ChatRequest | TokenizeRequest) -> dict[str, Any]:
+    return {
+        "reasoning_effort": body.reasoning_effort,
+        "reasoning.effort": body.reasoning and body.reasoning.effort,
+        "verbosity": body.verbosity,
+    }
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True):

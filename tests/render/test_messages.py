@@ -99,6 +99,22 @@ def test_arguments_have_no_more_values_than_the_context_can_hold():
     assert caught.value.param == "messages[0].tool_calls[0].function.arguments"
 
 
+def test_a_function_call_becomes_a_tool_call_and_what_follows_its_answer():
+    (_, called, answered, alone) = read(
+        user(text("hi")),
+        {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "[1]"}},
+        {"role": "function", "name": "f", "content": "sunny"},
+        {"role": "function", "name": "f", "content": "again"},
+    ).conversation
+    (call,) = called["tool_calls"]
+    assert call == {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": [1]}}
+    assert "function_call" not in called
+    assert answered == {
+        "role": "tool", "name": "f", "tool_call_id": "call_1", "content": "sunny"
+    }  # fmt: skip
+    assert alone["role"] == "function"
+
+
 def test_the_request_s_own_objects_are_not_changed():
     message = user(PICTURE, text("x"))
     read(message)
@@ -106,6 +122,11 @@ def test_the_request_s_own_objects_are_not_changed():
 
 
 CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}
+
+
+def old_call(**function):
+    return {"role": "assistant", "function_call": function}
+
 
 WRONG = [
     ((), "messages"),
@@ -124,6 +145,11 @@ WRONG = [
     ((CALL,), "messages[0].tool_calls[0].function.arguments"),
     (({"role": "assistant", "tool_calls": [1]},), "messages[0].tool_calls[0]"),
     (({"role": "assistant", "tool_calls": 1},), "messages[0].tool_calls"),
+    ((old_call(name="f", arguments="{"),), "messages[0].function_call.arguments"),
+    ((old_call(arguments="{}"),), "messages[0].function_call.name"),
+    ((old_call(name="f\ufdd0"),), "messages[0].function_call.name"),
+    (({"role": "assistant", "function_call": "f"},), "messages[0].function_call"),
+    (({**old_call(name="f"), "tool_calls": [{"function": {"name": "f"}}]},), "messages[0]"),
     ((user(PICTURE, PICTURE, PICTURE),), "messages"),
     ((user(SOUND), user(SOUND)), "messages"),
 ]

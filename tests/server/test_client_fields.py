@@ -193,31 +193,6 @@ def test_a_function_called_tools_keeps_its_name_in_errors():
     assert asked.params == ("functions[0].parameters",)
 
 
-def test_earlier_calls_reach_the_template_as_tool_calls(on_site):
-    async def scenario(site):
-        rendered = []
-        render = site.renderer.render_chat
-
-        async def render_chat(messages, **options):
-            rendered.extend(messages)
-            return await render([{"content": "x"}], **options)
-
-        site.renderer.render_chat = render_chat
-        messages = [
-            {"role": "user", "content": "hi"},
-            {"role": "assistant", "content": None,
-             "function_call": {"name": "get_weather", "arguments": "{}"}},
-            {"role": "function", "name": "get_weather", "content": "sunny"},
-        ]  # fmt: skip
-        response = await site.client.post("/v1/chat/completions", json={"messages": messages})
-        assert response.status_code == 200
-        (call,) = rendered[1]["tool_calls"]
-        assert call["function"] == {"name": "get_weather", "arguments": "{}"}
-        assert (rendered[2]["role"], rendered[2]["tool_call_id"]) == ("tool", call["id"])
-
-    on_site(scenario)
-
-
 def test_openai_s_client_reads_the_older_form(on_site):
     async def scenario(site):
         calling(site)

@@ -1,12 +1,12 @@
-"""OpenAI's older fields for tools: `functions`, `function_call` and messages with such calls.
+"""OpenAI's older fields for tools: `functions` and `function_call`.
 
-They are read as `tools`, `tool_choice` and `tool_calls`, which all templates know.
+They are read as `tools` and `tool_choice`. Messages with such calls are read where all messages are
+(`render.prompt.messages`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from lookonce.frontend.tools.calls import (
     Function,
@@ -19,7 +19,6 @@ from lookonce.frontend.tools.calls import (
     read_tools,
 )
 
-Json = dict[str, Any]
 FunctionChoice = str | NamedFunction | None
 FUNCTION_FIELDS = ToolFields("functions", "function_call", "")
 
@@ -35,23 +34,3 @@ def read_functions(
     else:
         tool_choice = choice
     return read_tools(tools, tool_choice, False, close=close, fields=FUNCTION_FIELDS)
-
-
-def with_tool_calls(messages: Sequence[Json]) -> list[Json]:
-    """The same messages; a `function_call` becomes a tool call, and the message of role function
-    that follows it a tool's answer. What is not so formed stays as it is."""
-    converted: list[Json] = []
-    waiting: str | None = None
-    for number, message in enumerate(messages):
-        call = message.get("function_call")
-        if message.get("role") == "assistant" and isinstance(call, Mapping):
-            waiting = f"call_{number}"
-            kept = {name: value for name, value in message.items() if name != "function_call"}
-            function = {"id": waiting, "type": "function", "function": dict(call)}
-            converted.append({**kept, "tool_calls": [function]})
-        elif message.get("role") == "function" and waiting is not None:
-            converted.append({**message, "role": "tool", "tool_call_id": waiting})
-            waiting = None
-        else:
-            converted.append(message)
-    return converted

@@ -7,7 +7,7 @@ client sent it; `encoder.ChatTemplate` adapts it to the template.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -138,22 +138,31 @@ def check_count(messages: Sequence[object], most: int, field: str = "messages") 
 
 
 def _check_arguments(messages: Sequence[object], most: int) -> None:
-    """Refuse tool calls whose arguments would take long to decode, or fit no prompt."""
+    """Refuse calls whose arguments would take long to decode, or fit no prompt."""
     count = 0
+    for param, function in _called_functions(messages):
+        arguments = function.get("arguments") if isinstance(function, Mapping) else None
+        if isinstance(arguments, str):
+            count += sum(map(arguments.count, ",[{"))
+        if count > most:
+            param = f"{param}.arguments"
+            raise BadRequestError(
+                f"{param}: the arguments up to here have more than {most} "
+                "commas and brackets, which is the limit",
+                param=param,
+            )
+
+
+def _called_functions(messages: Sequence[object]) -> Iterator[tuple[str, object]]:
+    """The functions of all calls, in either form, and their names in the request."""
     for number, message in enumerate(messages):
-        calls = message.get("tool_calls") if isinstance(message, Mapping) else None
+        if not isinstance(message, Mapping):
+            continue
+        calls = message.get("tool_calls")
         for place, call in enumerate(calls if isinstance(calls, list) else ()):
-            function = call.get("function") if isinstance(call, Mapping) else None
-            arguments = function.get("arguments") if isinstance(function, Mapping) else None
-            if isinstance(arguments, str):
-                count += sum(map(arguments.count, ",[{"))
-            if count > most:
-                param = f"messages[{number}].tool_calls[{place}].function.arguments"
-                raise BadRequestError(
-                    f"{param}: the arguments up to here have more than {most} "
-                    "commas and brackets, which is the limit",
-                    param=param,
-                )
+            if isinstance(call, Mapping):
+                yield f"messages[{number}].tool_calls[{place}].function", call.get("function")
+        yield f"messages[{number}].function_call", message.get("function_call")
 
 
 def _too_many(param: str, what: str, most: int) -> BadRequestError:
@@ -196,13 +205,19 @@ def _check_limits(sources: Sequence[MediaSource], limits: Mapping[str, int]) -> 
             )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Reader:
-    """Converts messages; what they refer to is added to `chat`."""
+    """Converts messages; what they refer to is added to `chat`.
+
+    OpenAI's older form of calls becomes the newer one, which templates know: a `function_call` a
+    tool call, and the message of role function that follows it a tool's answer.
+    """
 
     chat: ParsedMessages
     documents: Mapping[str, Sequence[PartContent]]
     roles: Collection[str]
+    function_call_id: str | None = None
+    """Of the last `function_call`, until its answer comes."""
 
     def message(self, message: object, param: str) -> Json:
         if not isinstance(message, Mapping):
@@ -215,20 +230,39 @@ class _Reader:
         # Keys whose value is None are removed: templates handle a missing key, but print `None`.
         fields = {key: value for key, value in message.items() if value is not None}
         content = fields.pop("content", None)
-        tool_calls = fields.pop("tool_calls", None)
+        tool_calls = self._calls(fields, param)
         if content is None and role == "assistant" and isinstance(fields.get("refusal"), str):
             content = fields.pop("refusal")  # OpenAI's answer of a model that refused
         if role == "assistant":
             _add_reasoning(fields, has_text=bool(content))
         refuse_reserved(fields, param)
         converted: Json = {"role": role}
+        if role == "function" and self.function_call_id is not None:
+            converted = {"role": "tool", "tool_call_id": self.function_call_id}
+            self.function_call_id = None
         if content is not None:
             converted["content"] = self._content(content, f"{param}.content")
         elif role != "assistant" or not tool_calls:
             raise BadRequestError(f"{param}.content is missing", param=f"{param}.content")
         if tool_calls is not None:
-            converted["tool_calls"] = _tool_calls(tool_calls, f"{param}.tool_calls")
+            converted["tool_calls"] = tool_calls
         return {**fields, **converted}
+
+    def _calls(self, fields: Json, param: str) -> list[Json] | None:
+        """The tool calls of a message, which are taken from its `fields`; None if it has neither
+        `tool_calls` nor `function_call`."""
+        calls = fields.pop("tool_calls", None)
+        converted = None if calls is None else _tool_calls(calls, f"{param}.tool_calls")
+        if fields["role"] != "assistant" or "function_call" not in fields:
+            return converted
+        if converted:
+            raise BadRequestError(
+                f"{param}: tool_calls and function_call cannot be used together", param=param
+            )
+        where = f"{param}.function_call"
+        function = _function(fields.pop("function_call"), where)
+        self.function_call_id = f"call_{len(self.chat.conversation)}"
+        return [{"id": self.function_call_id, "type": "function", "function": function}]
 
     def _content(self, content: object, param: str) -> str | list[Json]:
         if isinstance(content, str):
@@ -295,10 +329,19 @@ def _tool_call(call: object, param: str) -> Json:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(call, Mapping) or not isinstance(function, Mapping):
         raise BadRequestError(f"{param}: a tool call needs a function", param=param)
+    others = {name: value for name, value in call.items() if name != "function"}
+    refuse_reserved(others, param)
+    return {**others, "function": _function(function, f"{param}.function")}
+
+
+def _function(function: object, param: str) -> Json:
+    """The function of a call, with its arguments as the object."""
+    if not isinstance(function, Mapping):
+        raise BadRequestError(f"{param}: must be an object", param=param)
     if not isinstance(function.get("name"), str):
-        raise BadRequestError(f"{param}.function.name: must be a text", param=param)
-    arguments = _arguments(function.get("arguments"), f"{param}.function.arguments")
-    converted = {**call, "function": {**function, "arguments": arguments}}
+        raise BadRequestError(f"{param}.name: must be a text", param=f"{param}.name")
+    arguments = _arguments(function.get("arguments"), f"{param}.arguments")
+    converted = {**function, "arguments": arguments}
     refuse_reserved(converted, param)
     return converted
 

@@ -38,7 +38,7 @@ from lookonce.frontend.tools.calls import (
     reasoning_of,
     tool_calling,
 )
-from lookonce.frontend.tools.function_fields import read_functions, with_tool_calls
+from lookonce.frontend.tools.function_fields import read_functions
 from lookonce.frontend.tools.parser import ReasoningText
 from lookonce.server.http.body import receive
 from lookonce.server.rate_limits import count_media
@@ -76,7 +76,7 @@ def checked_chat(
     return (sampling if tools is None else tools.constrain(sampling)), tools
 
 
-def requested_tools(body: ChatRequest, *, close: bool) -> RequestedTools | None:
+def requested_tools(body: ChatRequest | TokenizeRequest, *, close: bool) -> RequestedTools | None:
     """Of `tools` or `functions`. Raises `BadRequestError` naming the part at fault."""
     if body.functions and body.tools:
         raise BadRequestError("functions and tools cannot be used together", param="functions")
@@ -120,7 +120,7 @@ class ChatResponseBuilder:
         context.usage_limits.take_media(count_media(messages))
         with context.services.metrics.render.time():
             rendered = await context.services.renderer.render_chat(
-                with_tool_calls(messages),
+                messages,
                 tenant=context.principal.tenant,
                 cache_salt=body.cache_salt,
                 options=chat_options(body, self._tools),

@@ -25,12 +25,17 @@ from lookonce.frontend.requests import (
 )
 from lookonce.frontend.responses import Prompt, Tokens
 from lookonce.frontend.sampling_params import completion_sampling, names_limit
-from lookonce.frontend.tools.calls import read_tools, tool_calling
+from lookonce.frontend.tools.calls import tool_calling
 from lookonce.server.http.api_keys import Principal
 from lookonce.server.http.body import receive
 from lookonce.server.http.responses import encode, json_response, while_connected
 from lookonce.server.rate_limits import RequestUsage, count_media
-from lookonce.server.routes.chat import chat_options, checked_chat, continued_text
+from lookonce.server.routes.chat import (
+    chat_options,
+    checked_chat,
+    continued_text,
+    requested_tools,
+)
 from lookonce.server.routes.completions import named_prompts
 from lookonce.server.routes.generate import Features, MediaForm, features_of
 from lookonce.server.routes.serving_base import apply_controls, check_body, request_id_of
@@ -172,6 +177,7 @@ async def tokenize(request: Request) -> Response:
     services: Services = request.app.state.services
     body = await receive(request, TokenizeRequest)
     services.require_model(body.model)
+    apply_controls(request, body)
     usage: RequestUsage = request.state.usage
     usage.take_media(count_media(body.messages or ()))
     usage.take_tokens(0, 1)  # how many there will be is not known
@@ -192,7 +198,8 @@ async def _rendered(
     if (body.prompt is None) == (body.messages is None):
         raise BadRequestError("give either prompt or messages", param="prompt")
     if body.messages is not None:
-        tools = tool_calling(read_tools(body.tools, None, None), services.tool_dialect)
+        asked = requested_tools(body, close=services.defaults.closed_schemas)
+        tools = tool_calling(asked, services.tool_dialect)
         return await services.readonly.render_chat(
             body.messages, tenant=principal.tenant, options=chat_options(body, tools)
         )

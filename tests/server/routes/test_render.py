@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import shutil
 
 import msgspec
 import numpy as np
@@ -16,6 +17,7 @@ import pytest
 from PIL import Image
 
 from lookonce.fleet.identity import Processor, body_with_names, identify_body
+from lookonce.frontend.frontend import dialect_of
 from lookonce.render.media import picture_size
 from lookonce.types.model import ONE_IN_A_PROMPT
 from tests.support.drawing import audio_part, image_part, text_part
@@ -355,6 +357,60 @@ def test_what_tokens_cannot_answer_is_refused_where_they_are_rendered(folder):
             assert answer["prompt_logprobs"] == direct["choices"][0]["prompt_logprobs"]
 
     run(whole())
+
+
+TELLS_ALL = (
+    "{{ messages | tojson }}{% if tools %}{{ tools | tojson }}<tool_call>{% endif %}"
+    "{{ reasoning_effort }}{{ verbosity }}"
+)
+CLOCK = {"name": "now", "parameters": {"type": "object", "properties": {}}}
+CALLED = [
+    {"role": "user", "content": "hi"},
+    {"role": "assistant", "content": None, "function_call": {"name": "now", "arguments": "{}"}},
+    {"role": "function", "name": "now", "content": "noon"},
+]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"functions": [CLOCK]},
+        {"functions": [CLOCK], "function_call": "none"},
+        {"tools": [{"type": "function", "function": CLOCK}], "tool_choice": "none"},
+        {"reasoning_effort": "high", "verbosity": "low"},
+        {"reasoning": {"effort": "low"}},
+    ],
+)
+def test_the_prompt_is_the_chat_s_whatever_it_depends_on(folder, tmp_path, fields):
+    """The template prints all that it is given."""
+    copy = shutil.copytree(folder("llama"), tmp_path / "model")
+    (copy / "chat_template.jinja").write_text(TELLS_ALL)
+    asked = {"messages": CALLED, **fields}
+
+    async def scenario():
+        async with engine_node(copy) as node:
+            services = node.services
+            services.tool_dialect = dialect_of(services.config, services.renderer)
+            chat = {**asked, "max_tokens": 1, "prompt_logprobs": 0}
+            scored = (await node.ok("/v1/chat/completions", chat))["prompt_logprobs"]
+            seen = [int(next(iter(entry))) for entry in scored[1:]]
+            assert (await node.ok("/tokenize", asked))["tokens"][1:] == seen
+            body = await node.ok("/v1/chat/completions/render", {**asked, "max_tokens": 1})
+            assert body["token_ids"][1:] == seen
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_functions_that_cannot_be_are_refused_by_their_own_names(folder, route):
+    async def scenario():
+        async with render_node(folder("llama")) as node:
+            answer = await node.post(route, {"messages": CALLED, "functions": [{"name": ""}]})
+            error = answer.json()["error"]
+            assert (answer.status_code, error["param"]) == (400, "functions[0].name")
+
+    run(scenario())
 
 
 def test_a_front_ends_name_for_a_picture_is_the_engines(folder):
