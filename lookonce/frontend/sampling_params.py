@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -126,8 +127,19 @@ def response_sampling(
 
 def asked_limit(request: SamplingFields) -> int | None:
     """The client's limit of tokens to generate, if it set one."""
-    named = (getattr(request, name, None) for name in LIMITS)
-    return next((limit for limit in named if isinstance(limit, int)), None)
+    return next((limit for _, limit in _asked_limits(request)), None)
+
+
+def limit_name(body: object) -> str:
+    """The field in which the client set it; `max_tokens` if it did not."""
+    return next((name for name, _ in _asked_limits(body)), "max_tokens")
+
+
+def _asked_limits(body: object) -> Iterator[tuple[str, int]]:
+    for name in LIMITS:
+        limit = getattr(body, name, None)
+        if isinstance(limit, int):
+            yield name, limit
 
 
 def _check_best_of(request: ChatOrCompletionFields) -> None:
@@ -181,10 +193,11 @@ def _sampling(
             **{name: value for name, value in given.items() if value is not None},  # type: ignore[arg-type]
         )
     except BadRequestError as error:
-        if error.param == "logprobs":
-            message = error.message.replace("logprobs", logprobs_name, 1)
-            raise BadRequestError(message, param=logprobs_name) from None
-        raise
+        param = error.param or ""
+        own = {"logprobs": logprobs_name, "max_tokens": limit_name(request)}.get(param, param)
+        if own == param:
+            raise
+        raise BadRequestError(error.message.replace(param, own, 1), param=own) from None
 
 
 def _first(asked: float | None, default: float | None) -> float | None:

@@ -65,7 +65,18 @@ def test_a_limit_that_was_asked_for_is_refused_by_its_name(on_site, route, name,
         assert response.status_code == 400
         error = response.json()["error"]
         assert error["code"] == "context_length_exceeded"
-        assert error["param"] == ("max_tokens" if "chat" in route else name)
+        assert error["param"] == name
+        assert "max_tokens" not in error["message"] or name == "max_tokens"
+
+    on_site(scenario)
+
+
+@pytest.mark.parametrize(("route", "name"), LIMITS)
+def test_a_limit_that_cannot_be_is_refused_by_its_name(on_site, route, name):
+    async def scenario(site):
+        error = (await ask(site, route, 5, **{name: -1})).json()["error"]
+        assert error["param"] == name
+        assert error["message"].startswith(name)
 
     on_site(scenario)
 

@@ -353,6 +353,31 @@ def test_answers_are_limited(on_site, tmp_path):
     limited_site(on_site, tmp_path, scenario, "[default]\nmax_tokens = 8")
 
 
+@pytest.mark.parametrize(
+    ("route", "body", "name"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}, "max_tokens"),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "hi"}]},
+            "max_completion_tokens",
+        ),
+        ("/v1/completions", {"prompt": "hi"}, "max_tokens"),
+        ("/v1/responses", {"input": "hi"}, "max_output_tokens"),
+    ],
+)
+def test_a_longer_answer_than_the_key_may_have_is_refused_by_its_name(
+    on_site, tmp_path, route, body, name
+):
+    async def scenario(site):
+        refused = await site.client.post(route, json={**body, name: 9})
+        assert refused.status_code == 400, refused.text
+        assert refused.json()["error"]["message"].startswith(f"{name}: 9 tokens are asked for")
+        assert (await site.client.post(route, json={**body, name: 8})).status_code == 200
+
+    limited_site(on_site, tmp_path, scenario, "[default]\nmax_tokens = 8")
+
+
 def test_a_key_is_limited_by_its_digest(on_site, tmp_path):
     async def scenario(site):
         headers = {"Authorization": "Bearer one"}

@@ -86,6 +86,8 @@ class RequestedTools:
     """At least one call of `functions` must come."""
     parallel: bool
     """More than one call may come."""
+    name: str = "tools"
+    """What the request calls them."""
 
     @property
     def schemas(self) -> dict[str, dict[str, Any]]:
@@ -162,6 +164,7 @@ def read_tools(
         declared=declared,
         forced=choice == "required" or isinstance(choice, NamedChoice),
         parallel=parallel is not False and not isinstance(choice, NamedChoice),
+        name=fields.tools,
     )
 
 
@@ -282,7 +285,7 @@ def tool_calling(asked: RequestedTools | None, dialect: ToolDialect | None) -> T
     if dialect is None or dialect.refusal:
         raise BadRequestError(
             NO_PLACE if dialect is None else dialect.refusal,
-            param="tools",
+            param=asked.name,
             code="unsupported_parameter",
         )
     return ToolCalling(asked.described() if dialect.format.describes else asked, dialect)
@@ -447,7 +450,7 @@ def _grammar(rules: Mapping[str, str], tools: RequestedTools, form: Grammar | No
     ]
     if form is not None and not tools.forced:
         parts.append(form)
-    param = "tools" if tools.functions or form is None else form.param
+    param = tools.name if tools.functions or form is None else form.param
     return Grammar(kind="lark", source=lark, param=param, parts=tuple(parts))
 
 

@@ -40,6 +40,7 @@ from lookonce.frontend.tools.calls import (
 )
 from lookonce.frontend.tools.parser import ContentText, ReasoningText
 from lookonce.render.prompt.messages import check_count, has_many_values
+from lookonce.render.prompt.placeholders import refuse_reserved
 from lookonce.server.http.api_keys import Principal
 from lookonce.server.http.body import receive, renaming_errors
 from lookonce.server.http.responses import (
@@ -50,7 +51,7 @@ from lookonce.server.http.responses import (
 )
 from lookonce.server.rate_limits import RequestUsage, count_media
 from lookonce.server.routes.chat import ChatResponseBuilder, chat_options, checked_chat
-from lookonce.server.routes.responses_api.input import ReadInput
+from lookonce.server.routes.responses_api.input import Origin, ReadInput
 from lookonce.server.routes.serving_base import (
     ServingContext,
     apply_controls,
@@ -302,16 +303,16 @@ def _choice(choice: AnthropicToolChoice | None) -> tuple[ToolChoice, bool]:
 
 def read_messages(asked: CountTokensRequest) -> ReadInput:
     """The messages of a chat. Raises `BadRequestError` naming the block at fault."""
-    read = ReadInput()
+    read = ReadInput(BLOCK_FIELDS)
     if system := _texts(asked.system or ""):
-        read.add({"role": "system", "content": system}, "system")
+        read.add({"role": "system", "content": system}, Origin("system", "system"))
     for number, message in enumerate(asked.messages):
         param = f"messages[{number}]"
         role, content = message.get("role"), message.get("content")
         if role not in ("user", "assistant", "system"):
             raise BadRequestError(f"{param}.role: must be user or assistant", param=f"{param}.role")
         if isinstance(content, str):
-            read.add({"role": role, "content": content}, param)
+            read.add({"role": role, "content": content}, Origin(param, f"{param}.content"))
         elif isinstance(content, list):
             _blocks(role, content, param, read)
         else:
@@ -330,6 +331,7 @@ def _texts(system: str | list[Json]) -> str:
             param = f"system[{number}]"
             raise BadRequestError(f"{param}: only blocks of text are served", param=param)
         if not block["text"].startswith(BILLING):
+            refuse_reserved(block["text"], f"system[{number}].text")
             texts.append(block["text"])
     return "\n".join(texts)
 
@@ -338,14 +340,14 @@ def _blocks(role: str, content: list[Any], param: str, read: ReadInput) -> None:
     """One message, and before it one for each result of a tool."""
     read.thought = ""
     parts: list[NamedPart] = []
-    calls: list[Json] = []
+    calls: list[NamedPart] = []
     for number, block in enumerate(content):
         where = f"{param}.content[{number}]"
         match block.get("type") if isinstance(block, Mapping) else None:
             case "tool_result":
                 _result(block, where, read)
             case "tool_use":
-                calls.append(_call(block, where))
+                calls.append((where, _call(block, where)))
             case "thinking":
                 read.thought += _thinking(block, where) if role == "assistant" else ""
             case "redacted_thinking":
@@ -358,8 +360,11 @@ def _blocks(role: str, content: list[Any], param: str, read: ReadInput) -> None:
                 raise BadRequestError(
                     f"{where}: beside tool_use a message has text alone", param=where
                 )
+            refuse_reserved(part["text"], where)
         said = "\n".join(part["text"] for _, part in parts)
-        read.add({"role": role, "content": said or None, "tool_calls": calls}, param)
+        message = {"role": role, "content": said or None, "tool_calls": [c for _, c in calls]}
+        named = [where for where, _ in calls]
+        read.add(message, Origin(param, f"{param}.content", calls=named))
     elif parts:
         _add(role, parts, param, read)
 
@@ -368,12 +373,13 @@ def _thinking(block: Mapping[str, Any], param: str) -> str:
     thought = block.get("thinking", "")
     if not isinstance(thought, str):
         raise BadRequestError(f"{param}.thinking: must be a text", param=f"{param}.thinking")
+    refuse_reserved(thought, f"{param}.thinking")
     return thought
 
 
 def _add(role: str, parts: list[NamedPart], param: str, read: ReadInput, **fields: str) -> None:
     message = {"role": role, **fields, "content": [part for _, part in parts]}
-    read.add(message, param, tuple(where for where, _ in parts))
+    read.add(message, Origin(param, f"{param}.content", [where for where, _ in parts]))
 
 
 def _parts(block: Any, param: str) -> list[NamedPart]:
@@ -450,7 +456,8 @@ def _result(block: Mapping[str, Any], param: str, read: ReadInput) -> None:
         raise BadRequestError(f"{param}.tool_use_id is missing", param=f"{param}.tool_use_id")
     content, answered = block.get("content") or "", {"tool_call_id": block["tool_use_id"]}
     if isinstance(content, str):
-        read.add({"role": "tool", **answered, "content": content}, param)
+        message = {"role": "tool", **answered, "content": content}
+        read.add(message, Origin(param, f"{param}.content"))
     elif isinstance(content, list):
         blocks = enumerate(content)
         parts = [part for n, each in blocks for part in _parts(each, f"{param}.content[{n}]")]
@@ -459,6 +466,12 @@ def _result(block: Mapping[str, Any], param: str, read: ReadInput) -> None:
         raise BadRequestError(f"{param}.content: text or blocks", param=f"{param}.content")
 
 
+BLOCK_FIELDS = {
+    ".tool_call_id": ".tool_use_id",
+    ".function.arguments": ".input",
+    ".function": "",
+}
+"""Fields of a chat's tool message or tool call → their names in a block."""
 CHAT_NAMES = {
     ".function.parameters": ".input_schema",
     ".function": "",
@@ -471,7 +484,8 @@ def _own_name(param: str, read: ReadInput) -> str:
     """What this API calls a part of the chat."""
     if param == "stop" or param.startswith("stop["):
         return param.replace("stop", "stop_sequences", 1)
-    param = param if param == "messages" else read.renamed(param)
+    if param.startswith("messages["):
+        return read.renamed(param)
     for name, own in CHAT_NAMES.items():
         param = param.replace(name, own)
     return param

@@ -30,9 +30,10 @@ from lookonce.frontend.responses import (
     ReuseReceipt,
     Usage,
 )
-from lookonce.frontend.sampling_params import names_limit
+from lookonce.frontend.sampling_params import limit_name, names_limit
 from lookonce.frontend.template_controls import template_controls
 from lookonce.server.http.api_keys import Principal
+from lookonce.server.http.body import renaming_errors
 from lookonce.server.http.headers import header
 from lookonce.server.http.responses import (
     UNNAMED_EVENTS,
@@ -115,6 +116,7 @@ def open_context(
         wants_kv_transfer=KV_TRANSFER_KEY in (body.kv_transfer_params or ()),
         wants_receipt=body.reuse_receipt or header(request.scope, b"x-reuse-receipt") == "1",
         limit_asked=names_limit(body),
+        limit_name=limit_name(body),
         arrival=arrival,
         usage_limits=request.state.usage,
         lora_name="" if services.engine.adapters.get(model) is None else model,
@@ -179,6 +181,8 @@ class ServingContext:
     wants_kv_transfer: bool = False
     limit_asked: bool = False
     """The client set the most tokens to generate."""
+    limit_name: str = "max_tokens"
+    """The field in which it did."""
     arrival: float = field(default_factory=time.monotonic)
     usage_limits: RequestUsage = field(default_factory=lambda: NO_LIMITS)
     """What of its limits the request uses."""
@@ -239,22 +243,21 @@ class ServingContext:
         self._prompts.append(rendered)
         rendered.tenant = self.principal.tenant
         rendered.lora_name = self.lora_name
-        limit = sampling.max_tokens
-        if not pools:
-            limit = self.usage_limits.limit_answer(sampling.max_tokens, asked=self.limit_asked)
-        if limit != sampling.max_tokens:
-            sampling = msgspec.structs.replace(sampling, max_tokens=limit)
-        generation = prepare(
-            self.services,
-            rendered,
-            sampling,
-            arrival=self.arrival,
-            index_base=len(self.generations) * sampling.n,
-            keep=keep,
-            limit_asked=self.limit_asked,
-            pools=pools,
-            makes_text=makes_text,
-        )
+        with renaming_errors(lambda name: self.limit_name if name == "max_tokens" else name):
+            if not pools:
+                limit = self.usage_limits.limit_answer(sampling.max_tokens, asked=self.limit_asked)
+                sampling = msgspec.structs.replace(sampling, max_tokens=limit)
+            generation = prepare(
+                self.services,
+                rendered,
+                sampling,
+                arrival=self.arrival,
+                index_base=len(self.generations) * sampling.n,
+                keep=keep,
+                limit_asked=self.limit_asked,
+                pools=pools,
+                makes_text=makes_text,
+            )
         most = 0 if pools else generation.sampling.max_tokens or 0
         self.usage_limits.take_tokens(rendered.num_tokens, most * sampling.n)
         self.watch(generation)

@@ -277,7 +277,8 @@ class ChatMessages:
         head, bracket, rest = param.partition("]")
         number = head.removeprefix("messages[")
         if bracket and number.isdecimal() and int(number) < len(self.origins):
-            return self.origins[int(number)] + rest
+            origin = self.origins[int(number)]
+            return origin if origin == "instructions" else origin + rest
         return "conversation" if param == "messages" else param
 
 

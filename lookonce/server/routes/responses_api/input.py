@@ -36,6 +36,7 @@ from lookonce.frontend.tools.calls import (
     check_num_tools,
     read_tools,
 )
+from lookonce.render.prompt.placeholders import refuse_reserved
 from lookonce.types.sampling import Grammar
 
 LOGPROBS = "message.output_text.logprobs"
@@ -202,40 +203,79 @@ Json = dict[str, Any]
 ROLES = ("user", "assistant", "system", "developer")
 
 
+ITEM_FIELDS = {
+    ".tool_call_id": ".call_id",
+    ".function.arguments": ".arguments",
+    ".function": "",
+    ".id": ".call_id",
+}
+"""Fields of a chat's tool message or tool call → their names in an item."""
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """What a message of a chat was in the request: names for errors about it."""
+
+    message: str
+    """`input[N]`, or the field of a text: `instructions` or `input`."""
+    content: str
+    parts: Sequence[str] = ()
+    """Of the content, where their names are others than in a chat."""
+    calls: list[str] = field(default_factory=list)
+
+
 @dataclass(slots=True)
 class ReadInput:
     """Input items as messages."""
 
+    fields: Mapping[str, str] = field(default_factory=lambda: ITEM_FIELDS)
     messages: list[Json] = field(default_factory=list)
-    origins: list[str] = field(default_factory=list)
-    """The name of each message in the request: `instructions`, `input` or `input[N]`."""
-    parts: dict[int, Sequence[str]] = field(default_factory=dict)
-    """Number of a message → names of its content parts, where they are others than in a chat."""
-
+    origins: list[Origin] = field(default_factory=list)
+    """One per message."""
     thought: str = ""
     """What the model thought before the next message of the assistant."""
 
-    def add(self, message: Json, origin: str, parts: Sequence[str] = ()) -> None:
+    def add(self, message: Json, origin: Origin) -> None:
         thought, self.thought = self.thought, ""
         if thought and message["role"] == "assistant":
             message["reasoning_content"] = thought
-        if parts:
-            self.parts[len(self.messages)] = parts
         self.messages.append(message)
         self.origins.append(origin)
+
+    def add_call(self, call: Json, param: str) -> None:
+        """To the last message if that is the assistant's, else to a new one."""
+        if self.messages and self.messages[-1]["role"] == "assistant":
+            self.messages[-1].setdefault("tool_calls", []).append(call)
+            self.origins[-1].calls.append(param)
+        else:
+            message = {"role": "assistant", "tool_calls": [call]}
+            self.add(message, Origin(param, f"{param}.content", calls=[param]))
 
     def renamed(self, param: str) -> str:
         """The name in the request of a part of `messages`: `messages[1].content` →
         `input[0].content`. Other names stay as they are."""
         head, bracket, rest = param.partition("]")
         number = head.removeprefix("messages[")
-        if bracket and number.isdecimal() and int(number) < len(self.origins):
-            part, closed, inside = rest.removeprefix(".content[").partition("]")
-            names = self.parts.get(int(number), ())
-            if closed and part.isdecimal() and int(part) < len(names):
-                return names[int(part)] + inside
-            return self.origins[int(number)] + rest
-        return "input" if param == "messages" else param
+        if not bracket or not number.isdecimal() or int(number) >= len(self.origins):
+            return "input" if param == "messages" else param
+        origin = self.origins[int(number)]
+        name, bracket, more = rest.partition("[")
+        place, _, inside = more.partition("]")
+        named = {".content": origin.parts, ".tool_calls": origin.calls}.get(name, ())
+        if place.isdecimal() and int(place) < len(named):
+            return named[int(place)] + self._own(inside)
+        if name == ".tool_calls" and origin.calls:
+            return origin.calls[0]
+        if name == ".content":
+            return origin.content + bracket + more
+        return origin.message + self._own(rest)
+
+    def _own(self, field_name: str) -> str:
+        """What the request calls a field of a chat."""
+        for name, own in self.fields.items():
+            if field_name.startswith(name):
+                return own + field_name.removeprefix(name)
+        return field_name
 
 
 def read_input(
@@ -249,11 +289,12 @@ def read_input(
     by the renderer."""
     read = ReadInput()
     if instructions:
-        read.add({"role": "system", "content": instructions}, "instructions")
+        origin = Origin("instructions", "instructions")
+        read.add({"role": "system", "content": instructions}, origin)
     for number, item in enumerate(before):
         _item(item, f"{before_name}.items[{number}]", read)
     if isinstance(given, str):
-        read.add({"role": "user", "content": given}, "input")
+        read.add({"role": "user", "content": given}, Origin("input", "input"))
         return read
     for number, item in enumerate(given):
         _item(item, f"input[{number}]", read)
@@ -286,6 +327,7 @@ def _reasoning(item: Json, param: str, read: ReadInput) -> None:
         if not isinstance(text, str):
             where = f"{param}.content[{number}].text"
             raise BadRequestError(f"{where}: must be a text", param=where)
+        refuse_reserved(text, f"{param}.content[{number}].text")
         read.thought += text
 
 
@@ -295,7 +337,8 @@ def _message(item: Json, param: str, read: ReadInput) -> None:
         raise BadRequestError(
             f"{param}.role: must be one of {', '.join(ROLES)}", param=f"{param}.role"
         )
-    read.add({"role": role, "content": _content(item.get("content"), f"{param}.content")}, param)
+    where = f"{param}.content"
+    read.add({"role": role, "content": _content(item.get("content"), where)}, Origin(param, where))
 
 
 def _content(content: object, param: str) -> object:
@@ -354,10 +397,7 @@ def _call(item: Json, param: str, read: ReadInput) -> None:
         "type": "function",
         "function": {"name": item["name"], "arguments": item["arguments"]},
     }
-    if read.messages and read.messages[-1]["role"] == "assistant":
-        read.messages[-1].setdefault("tool_calls", []).append(call)
-    else:
-        read.add({"role": "assistant", "tool_calls": [call]}, param)
+    read.add_call(call, param)
 
 
 def _output(item: Json, param: str, read: ReadInput) -> None:
@@ -369,7 +409,7 @@ def _output(item: Json, param: str, read: ReadInput) -> None:
     parts = (
         [f"{where}[{number}]" for number in range(len(output))] if isinstance(output, list) else ()
     )
-    read.add(message, param, parts)
+    read.add(message, Origin(param, where, parts))
 
 
 def _require_text(item: Json, name: str, param: str) -> None:

@@ -160,7 +160,8 @@ def test_items_become_messages():
     assert read.messages[3] == {"role": "tool", "tool_call_id": "c1", "content": "sun"}
     thoughts = [message.get("reasoning_content") for message in read.messages]
     assert thoughts == [None, None, None, None, "Once more.", None]
-    assert read.renamed("messages[3].content[1].text") == "input[4].content[1].text"
+    assert read.renamed("messages[2].tool_calls[1].function.name") == "input[3].name"
+    assert read.renamed("messages[3].content") == "input[4].output"
     assert read.renamed("messages[5].content[1].text") == "input[8].output[1].text"
     assert read.renamed("messages") == "input"
     assert read.renamed("mm_processor_kwargs") == "mm_processor_kwargs"
