@@ -364,6 +364,7 @@ def test_answers_are_limited(on_site, tmp_path):
         ),
         ("/v1/completions", {"prompt": "hi"}, "max_tokens"),
         ("/v1/responses", {"input": "hi"}, "max_output_tokens"),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "hi"}]}, "max_tokens"),
     ],
 )
 def test_a_longer_answer_than_the_key_may_have_is_refused_by_its_name(

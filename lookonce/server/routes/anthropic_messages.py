@@ -184,7 +184,7 @@ async def create_message(request: Request) -> Response:
     body.temperature, body.top_p, body.top_k = asked.temperature, asked.top_p, asked.top_k
     body.stop = asked.stop_sequences
     context = open_context(request, body, arrival)
-    context.limit_asked = False
+    context.shortens_asked = True
     apply_controls(request, body, asked.asked_controls())
     with _own_names(read):
         sampling, tools = checked_chat(body, context.services)

@@ -183,6 +183,8 @@ class ServingContext:
     """The client set the most tokens to generate."""
     limit_name: str = "max_tokens"
     """The field in which it did."""
+    shortens_asked: bool = False
+    """What the client set is shortened to what the context leaves, not refused."""
     arrival: float = field(default_factory=time.monotonic)
     usage_limits: RequestUsage = field(default_factory=lambda: NO_LIMITS)
     """What of its limits the request uses."""
@@ -254,7 +256,7 @@ class ServingContext:
                 arrival=self.arrival,
                 index_base=len(self.generations) * sampling.n,
                 keep=keep,
-                limit_asked=self.limit_asked,
+                limit_asked=self.limit_asked and not self.shortens_asked,
                 pools=pools,
                 makes_text=makes_text,
             )
