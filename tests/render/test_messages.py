@@ -78,16 +78,46 @@ def test_arguments_of_tool_calls_become_objects():
     assert arguments == [{"a": [1]}, {}, {"b": 2}]
 
 
-def test_arguments_of_all_calls_together_have_so_many_values(monkeypatch):
-    """They are JSON within JSON: their commas are not those of the body, and may be escaped."""
+def called(arguments):
+    return {"type": "function", "function": {"name": "f", "arguments": arguments}}
+
+
+@pytest.mark.parametrize("given", [json.dumps, lambda value: value])
+def test_arguments_of_all_calls_together_have_so_many_values(monkeypatch, given):
+    """As a text they are JSON within JSON: their commas may be escaped. As an object they are what
+    a template writes."""
     monkeypatch.setattr(messages_module, "MAX_ARGUMENT_VALUES", 100)
-    half = json.dumps([0] * 50)
-    calls = [{"type": "function", "function": {"name": "f", "arguments": half}}] * 2
-    assert read({"role": "assistant", "tool_calls": calls})
-    more = {"type": "function", "function": {"name": "f", "arguments": "[0,0]"}}
+    half = [called(given([0] * 50))]
+    old = {"role": "assistant", "function_call": called(given([0] * 50))["function"]}
+    assert read({"role": "assistant", "tool_calls": half}, old)
+    more = {"role": "assistant", "tool_calls": [called("{}"), called(given([0, 0]))]}
     with pytest.raises(BadRequestError, match="commas") as caught:
-        read(user(text("x")), {"role": "assistant", "tool_calls": [*calls, more]})
-    assert caught.value.param == "messages[1].tool_calls[2].function.arguments"
+        read({"role": "assistant", "tool_calls": half}, old, more)
+    assert caught.value.param == "messages[2].tool_calls[0].function.arguments"
+
+
+UNREADABLE = [
+    ("[" * 990 + "]" * 990, "", "nested too deeply"),
+    ('{"a": [1, %s]}' % ("9" * 4301), ".a[1]", "a number of more than 4300 digits"),
+    ('{"a": [1, -%s]}' % ("9" * 4301), ".a[1]", "a number of more than 4300 digits"),
+    ('{"a": {"b": 1e400}}', ".a.b", "a number beyond 1.8e+308"),
+    ('{"a": ', "", "not valid JSON"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "place", "why"), UNREADABLE)
+def test_why_arguments_are_not_read_is_true(arguments, place, why):
+    with pytest.raises(BadRequestError) as caught:
+        read({"role": "assistant", "tool_calls": [called(arguments)]})
+    param = f"messages[0].tool_calls[0].function.arguments{place}"
+    assert caught.value.param == param
+    assert caught.value.message.startswith(f"{param}: {why}")
+
+
+def test_numbers_of_4300_digits_are_read():
+    digits = "9" * 4300
+    message = read({"role": "assistant", "tool_calls": [called(f"[{digits}]")]}).conversation[0]
+    assert message["tool_calls"][0]["function"]["arguments"] == [int(digits)]
 
 
 def test_arguments_have_no_more_values_than_the_context_can_hold():

@@ -7,7 +7,7 @@ client sent it; `encoder.ChatTemplate` adapts it to the template.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ from lookonce.errors import BadRequestError
 from lookonce.render.media.documents import DocumentSource, PartContent, document_source
 from lookonce.render.media.loader import MediaSource, media_source
 from lookonce.render.prompt.placeholders import refuse_reserved
+from lookonce.types.json_places import unreadable_number
 from lookonce.types.media import Modality
 
 FEW_VALUES = 2048
@@ -63,8 +64,9 @@ def read_messages(
     documents count only if `limit_pages`. `documents` is what file parts are, by the part's name.
 
     Raises `BadRequestError` naming the part, e.g. `messages[1].content[0]`. More messages or parts
-    than `max_tokens` are refused before anything is converted, and so are arguments of tool calls
-    whose commas and brackets alone would be more tokens, of `longest_token` characters at most.
+    than `max_tokens` are refused before anything is converted, and arguments of tool calls whose
+    commas and brackets alone would be more tokens, of `longest_token` characters at most, before
+    they are.
     """
     if not messages:
         raise BadRequestError("messages must not be empty", param="messages")
@@ -73,9 +75,8 @@ def read_messages(
     most = MAX_ARGUMENT_VALUES
     if max_tokens is not None and longest_token is not None:
         most = min(most, max_tokens * longest_token)
-    _check_arguments(messages, most)
     chat = ParsedMessages()
-    reader = _Reader(chat, documents or {}, roles)
+    reader = _Reader(chat, documents or {}, roles, max_argument_values=most)
     for number, message in enumerate(messages):
         chat.conversation.append(reader.message(message, f"messages[{number}]"))
     if not chat.sources:
@@ -137,34 +138,6 @@ def check_count(messages: Sequence[object], most: int, field: str = "messages") 
                 raise _too_many(f"{field}[{number}].{name}", f"{count} parts up to here", most)
 
 
-def _check_arguments(messages: Sequence[object], most: int) -> None:
-    """Refuse calls whose arguments would take long to decode, or fit no prompt."""
-    count = 0
-    for param, function in _called_functions(messages):
-        arguments = function.get("arguments") if isinstance(function, Mapping) else None
-        if isinstance(arguments, str):
-            count += sum(map(arguments.count, ",[{"))
-        if count > most:
-            param = f"{param}.arguments"
-            raise BadRequestError(
-                f"{param}: the arguments up to here have more than {most} "
-                "commas and brackets, which is the limit",
-                param=param,
-            )
-
-
-def _called_functions(messages: Sequence[object]) -> Iterator[tuple[str, object]]:
-    """The functions of all calls, in either form, and their names in the request."""
-    for number, message in enumerate(messages):
-        if not isinstance(message, Mapping):
-            continue
-        calls = message.get("tool_calls")
-        for place, call in enumerate(calls if isinstance(calls, list) else ()):
-            if isinstance(call, Mapping):
-                yield f"messages[{number}].tool_calls[{place}].function", call.get("function")
-        yield f"messages[{number}].function_call", message.get("function_call")
-
-
 def _too_many(param: str, what: str, most: int) -> BadRequestError:
     return BadRequestError(
         f"{param}: {what}, more than the model's context of {most} tokens can hold",
@@ -216,6 +189,9 @@ class _Reader:
     chat: ParsedMessages
     documents: Mapping[str, Sequence[PartContent]]
     roles: Collection[str]
+    max_argument_values: int
+    num_argument_values: int = 0
+    """Commas and brackets in the arguments of calls so far."""
     function_call_id: str | None = None
     """Of the last `function_call`, until its answer comes."""
 
@@ -252,7 +228,7 @@ class _Reader:
         """The tool calls of a message, which are taken from its `fields`; None if it has neither
         `tool_calls` nor `function_call`."""
         calls = fields.pop("tool_calls", None)
-        converted = None if calls is None else _tool_calls(calls, f"{param}.tool_calls")
+        converted = None if calls is None else self._tool_calls(calls, f"{param}.tool_calls")
         if fields["role"] != "assistant" or "function_call" not in fields:
             return converted
         if converted:
@@ -260,9 +236,51 @@ class _Reader:
                 f"{param}: tool_calls and function_call cannot be used together", param=param
             )
         where = f"{param}.function_call"
-        function = _function(fields.pop("function_call"), where)
+        function = self._function(fields.pop("function_call"), where)
         self.function_call_id = f"call_{len(self.chat.conversation)}"
         return [{"id": self.function_call_id, "type": "function", "function": function}]
+
+    def _tool_calls(self, calls: object, param: str) -> list[Json]:
+        if not isinstance(calls, list):
+            raise BadRequestError(f"{param}: must be a list", param=param)
+        return [self._tool_call(call, f"{param}[{number}]") for number, call in enumerate(calls)]
+
+    def _tool_call(self, call: object, param: str) -> Json:
+        """A tool call with its arguments, which clients send as JSON text, as the object."""
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if not isinstance(call, Mapping) or not isinstance(function, Mapping):
+            raise BadRequestError(f"{param}: a tool call needs a function", param=param)
+        others = {name: value for name, value in call.items() if name != "function"}
+        refuse_reserved(others, param)
+        return {**others, "function": self._function(function, f"{param}.function")}
+
+    def _function(self, function: object, param: str) -> Json:
+        """The function of a call, with its arguments as the object."""
+        if not isinstance(function, Mapping):
+            raise BadRequestError(f"{param}: must be an object", param=param)
+        if not isinstance(function.get("name"), str):
+            raise BadRequestError(f"{param}.name: must be a text", param=f"{param}.name")
+        arguments = self._arguments(function.get("arguments"), f"{param}.arguments")
+        converted = {**function, "arguments": arguments}
+        refuse_reserved(converted, param)
+        return converted
+
+    def _arguments(self, arguments: object, param: str) -> object:
+        """As an object, if they would not take long to decode or to write, and fit a prompt."""
+        if arguments is None:
+            return {}
+        if isinstance(arguments, str):
+            self.num_argument_values += sum(map(arguments.count, ",[{"))
+        else:
+            encoded = _encoded_arguments(arguments, param)
+            self.num_argument_values += sum(map(encoded.count, (b",", b"[", b"{")))
+        if self.num_argument_values > self.max_argument_values:
+            raise BadRequestError(
+                f"{param}: the arguments up to here have more than {self.max_argument_values} "
+                "commas and brackets, which is the limit",
+                param=param,
+            )
+        return _decoded_arguments(arguments, param) if isinstance(arguments, str) else arguments
 
     def _content(self, content: object, param: str) -> str | list[Json]:
         if isinstance(content, str):
@@ -318,38 +336,25 @@ def _add_reasoning(fields: Json, *, has_text: bool) -> None:
             fields.setdefault("thinking", thought)
 
 
-def _tool_calls(calls: object, param: str) -> list[Json]:
-    if not isinstance(calls, list):
-        raise BadRequestError(f"{param}: must be a list", param=param)
-    return [_tool_call(call, f"{param}[{number}]") for number, call in enumerate(calls)]
-
-
-def _tool_call(call: object, param: str) -> Json:
-    """A tool call with its arguments, which clients send as JSON text, as the object."""
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(call, Mapping) or not isinstance(function, Mapping):
-        raise BadRequestError(f"{param}: a tool call needs a function", param=param)
-    others = {name: value for name, value in call.items() if name != "function"}
-    refuse_reserved(others, param)
-    return {**others, "function": _function(function, f"{param}.function")}
-
-
-def _function(function: object, param: str) -> Json:
-    """The function of a call, with its arguments as the object."""
-    if not isinstance(function, Mapping):
-        raise BadRequestError(f"{param}: must be an object", param=param)
-    if not isinstance(function.get("name"), str):
-        raise BadRequestError(f"{param}.name: must be a text", param=f"{param}.name")
-    arguments = _arguments(function.get("arguments"), f"{param}.arguments")
-    converted = {**function, "arguments": arguments}
-    refuse_reserved(converted, param)
-    return converted
-
-
-def _arguments(arguments: object, param: str) -> object:
-    if not isinstance(arguments, str):
-        return {} if arguments is None else arguments
+def _decoded_arguments(arguments: str, param: str) -> object:
     try:
         return msgspec.json.decode(arguments) if arguments.strip() else {}
-    except (msgspec.DecodeError, RecursionError):
+    except RecursionError:
+        raise _too_deep(param) from None
+    except msgspec.ValidationError:  # JSON, with a number that is not read
+        raise unreadable_number(arguments, param) from None
+    except ValueError:
         raise BadRequestError(f"{param}: not valid JSON", param=param) from None
+
+
+def _encoded_arguments(arguments: object, param: str) -> bytes:
+    try:
+        return msgspec.json.encode(arguments)
+    except RecursionError:
+        raise _too_deep(param) from None
+    except (TypeError, ValueError) as error:  # of a caller in Python
+        raise BadRequestError(f"{param}: no JSON value: {error}", param=param) from None
+
+
+def _too_deep(param: str) -> BadRequestError:
+    return BadRequestError(f"{param}: nested too deeply", param=param)

@@ -23,7 +23,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import msgspec
 import numpy as np
@@ -31,13 +30,12 @@ from numpy.typing import NDArray
 
 from lookonce.errors import BadRequestError, ModelLoadError
 from lookonce.render.prompt.tokenizer import Tokenizer
+from lookonce.types.json_places import parts_of, place_name
 from lookonce.types.media import MediaFeature, Modality, feature_at
 from lookonce.types.request import RenderedItem, RenderedPrompt, as_ids
 
 RESERVED = "\ufdd0"
 RESERVED_BYTES = RESERVED.encode()
-MAX_KEY_CHARS, MAX_NAMES = 64, 16
-"""Of the place that an error names."""
 _FIRST_SECRET = 0xE000
 """The character after `RESERVED` differs by token; it is from the private-use area."""
 _MEDIA_WORDS = re.compile("image|img|audio|video|vision|sound|speech|picture|<[be]o[iav]>", re.I)
@@ -100,35 +98,12 @@ def refuse_reserved(value: object, param: str) -> None:
     """Raise `BadRequestError` if a text anywhere in a JSON value contains U+FDD0."""
     if not isinstance(value, str) and not _may_hold_reserved(value):
         return
-    # Not recursive, because clients choose the depth. Where a value is becomes words only once they
-    # are needed: clients choose the keys, too.
-    waiting: list[tuple[object, _Place]] = [(value, None)]
-    while waiting:
-        part, place = waiting.pop()
-        if isinstance(part, str):
-            if not part.isascii() and RESERVED in part:
-                where = _words_of(place, param)
-                raise BadRequestError(
-                    f"{where}: the text holds U+FDD0, which is not a character", param=where
-                )
-        elif isinstance(part, Mapping):
-            waiting += [(key, place) for key in part]
-            waiting += [(inner, (place, key)) for key, inner in part.items()]
-        elif isinstance(part, Sequence):
-            waiting += [(inner, (place, number)) for number, inner in enumerate(part)]
-
-
-_Place: TypeAlias = "tuple[_Place, object] | None"
-"""That of what a value is in, and its key or number there."""
-
-
-def _words_of(place: _Place, param: str) -> str:
-    """`param` and the way from there, as in `param.key[2]`; long keys are cut."""
-    names: list[str] = []
-    while place is not None:
-        place, key = place
-        names.append(f"[{key}]" if isinstance(key, int) else f".{str(key)[:MAX_KEY_CHARS]}")
-    return param + "".join(reversed(names[-MAX_NAMES:]))
+    for part, place in parts_of(value):
+        if isinstance(part, str) and not part.isascii() and RESERVED in part:
+            where = place_name(place, param)
+            raise BadRequestError(
+                f"{where}: the text holds U+FDD0, which is not a character", param=where
+            )
 
 
 def _may_hold_reserved(value: object) -> bool:

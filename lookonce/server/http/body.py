@@ -40,6 +40,7 @@ from lookonce.server.http.unknown_fields import (
 )
 from lookonce.server.services import Services
 from lookonce.types.held_bytes import current_held_bytes
+from lookonce.types.json_places import unreadable_number
 
 T = TypeVar("T", bound=msgspec.Struct)
 D = TypeVar("D")
@@ -248,6 +249,8 @@ def _explain(body: bytes, kind: type, error: Exception) -> BadRequestError:
         value = msgspec.json.decode(body)
     except RecursionError:
         return BadRequestError("the body is nested too deeply", code="invalid_json")
+    except msgspec.ValidationError:  # JSON, with a number that is not read
+        return unreadable_number(body if body.count(b",") <= MAX_LOCATED else b"", "")
     except ValueError as broken:
         return BadRequestError(f"the body is not valid JSON: {broken}", code="invalid_json")
     _refuse_unsupported_json(value, kind)

@@ -447,7 +447,7 @@ def _call(block: Mapping[str, Any], param: str) -> Json:
     for name, kind in (("id", str), ("name", str), ("input", dict)):
         if not isinstance(block.get(name), kind):
             raise BadRequestError(f"{param}.{name} is missing or odd", param=f"{param}.{name}")
-    function = {"name": block["name"], "arguments": msgspec.json.encode(block["input"]).decode()}
+    function = {"name": block["name"], "arguments": block["input"]}
     return {"id": block["id"], "type": "function", "function": function}
 
 

@@ -90,6 +90,22 @@ def test_the_exact_part_is_named(kind, body, param):
     assert refused.value.message.startswith(f"{param}: expected ")
 
 
+@pytest.mark.parametrize(
+    ("number", "why"),
+    [
+        ("9" * 4301, "a number of more than 4300 digits, which is the limit"),
+        ("1e999", "a number beyond 1.8e+308, which is the limit"),
+    ],
+)
+def test_a_number_that_cannot_be_read_is_no_fault_in_the_json(number, why):
+    body = f'{{"messages": [{{"role": "user", "n": {{"a": [1, {number}]}}}}]}}'
+    with pytest.raises(BadRequestError) as refused:
+        parse(body.encode(), ChatRequest)
+    assert refused.value.param == "messages[0].n.a[1]"
+    assert refused.value.message == f"messages[0].n.a[1]: {why}"
+    assert refused.value.code == "invalid_value"
+
+
 def test_a_field_that_asks_for_nothing_is_no_reason_to_refuse():
     for nothing in ("null", "false", "[]", "{}", '""'):
         body = f'{{"messages": [], "moderation": {nothing}, "echo": {nothing}}}'

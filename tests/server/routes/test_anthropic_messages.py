@@ -122,7 +122,7 @@ def test_results_reach_the_template_as_tool_messages(on_site):
         body = {**HELLO, "system": "Be short.", "messages": messages}
         assert (await site.client.post("/v1/messages", json=body)).status_code == 200
         assert [message["role"] for message in seen] == ["system", "assistant", "tool", "user"]
-        assert json.loads(seen[1]["tool_calls"][0]["function"]["arguments"]) == {"a": 1}
+        assert seen[1]["tool_calls"][0]["function"]["arguments"] == {"a": 1}
         assert (seen[1]["content"], seen[2]["content"]) == ("Well.", "sunny")
         thoughts = [message.get("reasoning_content") for message in seen]
         assert thoughts == [None, "Hm.", None, None]

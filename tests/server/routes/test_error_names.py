@@ -34,6 +34,7 @@ CASES = [
         {"input": [{"role": "assistant", "content": "Well."}, call(), call(arguments="{")]},
         "input[2].arguments",
     ),
+    ("/v1/responses", {"input": [call(arguments='{"a": 1e999}')]}, "input[0].arguments.a"),
     ("/v1/responses", {"input": [call(name=NO_CHARACTER)]}, "input[0].name"),
     ("/v1/responses", {"input": [call(call_id=NO_CHARACTER)]}, "input[0].call_id"),
     (
@@ -64,6 +65,11 @@ CASES = [
         "/v1/messages",
         said(use(), use(input={"a.function": [NO_CHARACTER]})),
         "messages[1].content[1].input.a.function[0]",
+    ),
+    (
+        "/v1/messages",
+        said(text("Well."), use(input={"a": [0] * 300_000})),
+        "messages[1].content[1].input",
     ),
     ("/v1/messages", said(text("Well."), text(NO_CHARACTER), use()), "messages[1].content[1]"),
     (

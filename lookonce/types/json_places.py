@@ -1,0 +1,73 @@
+"""Places in JSON values, for errors that name them: `arguments.cities[2]`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TypeAlias
+
+from lookonce.errors import BadRequestError
+
+MAX_KEY_CHARS, MAX_NAMES = 64, 16
+"""Of the place that an error names: clients choose the keys and the depth."""
+Place: TypeAlias = "tuple[Place, object] | None"
+"""That of what a value is in, and its key or number there; None: the whole value."""
+
+
+def parts_of(value: object) -> Iterator[tuple[object, Place]]:
+    """All values in a JSON value, itself and the keys of objects among them, with their places; a
+    key has its object's."""
+    # Not recursive, because clients choose the depth.
+    waiting: list[tuple[object, Place]] = [(value, None)]
+    while waiting:
+        part, place = waiting.pop()
+        yield part, place
+        if isinstance(part, Mapping):
+            waiting += [(key, place) for key in part]
+            waiting += [(inner, (place, key)) for key, inner in part.items()]
+        elif isinstance(part, Sequence) and not isinstance(part, str):
+            waiting += [(inner, (place, number)) for number, inner in enumerate(part)]
+
+
+def place_name(place: Place, param: str) -> str:
+    """`param` and the way from there, as in `param.key[2]`; long keys are cut."""
+    names: list[str] = []
+    while place is not None:
+        place, key = place
+        names.append(f"[{key}]" if isinstance(key, int) else f".{str(key)[:MAX_KEY_CHARS]}")
+    return (param + "".join(reversed(names[-MAX_NAMES:]))).removeprefix(".")
+
+
+class _Unreadable(str):
+    """Why a number is not read."""
+
+
+def unreadable_number(text: str | bytes, param: str) -> BadRequestError:
+    """The error about JSON, the value of `param`, with a number that msgspec does not read: it says
+    which number, and why."""
+    try:
+        value = json.loads(text, parse_int=_read_int, parse_float=_read_float)
+    except (ValueError, RecursionError):
+        value = None
+    for part, place in parts_of(value):
+        if isinstance(part, _Unreadable):
+            name = place_name(place, param)
+            return BadRequestError(f"{name}: {part}", param=name or None, code="invalid_value")
+    where = f"{param}: " if param else ""
+    return BadRequestError(
+        f"{where}a number is too large or too long", param=param or None, code="invalid_value"
+    )
+
+
+def _read_int(text: str) -> object:
+    most = sys.get_int_max_str_digits()
+    if len(text.removeprefix("-")) <= most:
+        return 0
+    return _Unreadable(f"a number of more than {most} digits, which is the limit")
+
+
+def _read_float(text: str) -> object:
+    if abs(float(text)) < float("inf"):
+        return 0
+    return _Unreadable(f"a number beyond {sys.float_info.max:.2g}, which is the limit")
