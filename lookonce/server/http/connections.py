@@ -96,7 +96,7 @@ in one turn of the loop, everybody else would wait for all of them. To stop and 
 as to read 64 kB."""
 READ_REST_SECONDS = 0.003
 """After reads of large bodies that cost `REST_AFTER_BYTES`, while other addresses ask: these take a
-sixth of that, with what the kernel does for them. 100 MB a second are left."""
+ninth of that, with what the kernel does for them. 70 MB a second are left."""
 READ_COST_BYTES = 64 * 1024
 """A read costs as much as so many bytes of it, beside those that it has."""
 REST_AFTER_BYTES = 64 * 1024 + READ_COST_BYTES
