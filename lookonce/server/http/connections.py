@@ -155,6 +155,15 @@ class TurnFlow(FlowControl):
     def resume_now(self) -> None:
         super().resume_reading()
 
+    def end(self) -> None:
+        """The connection has ended: nothing is read, and nobody asked."""
+        self._wait = _waits_for_ever
+
+
+def _waits_for_ever() -> bool:
+    """Of a connection that has ended."""
+    return True
+
 
 class HttpProtocol(UnreadProtocol, HttpToolsProtocol):
     """uvicorn's HTTP protocol with limits, deadlines and refusals, on a `HeadBufferingTransport`.
@@ -198,6 +207,10 @@ class HttpProtocol(UnreadProtocol, HttpToolsProtocol):
         self._handshake = handshake
         self._deadline = deadline
 
+    def note_accepted(self) -> None:
+        """The task has ended."""
+        self._handshake = None
+
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         buffering = HeadBufferingTransport(cast(asyncio.Transport, transport))
         super().connection_made(cast(asyncio.Transport, buffering))
@@ -212,7 +225,11 @@ class HttpProtocol(UnreadProtocol, HttpToolsProtocol):
         super()._start_asgi_task(cycle, app)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """As uvicorn's, which tells the application only of the last request that came."""
+        """As uvicorn's, which tells the application only of the last request that came.
+
+        What refers to this connection is let go of, so that it is freed at once. Thousands that are
+        refused each second would else wait for a garbage collection, and leave memory in pieces.
+        """
         super().connection_lost(exc)
         served = self._served
         if served is not None and not served.response_complete:
@@ -220,8 +237,12 @@ class HttpProtocol(UnreadProtocol, HttpToolsProtocol):
             served.message_event.set()
         for cycle in (self.cycle, served, *(cycle for cycle, _ in self.pipeline)):
             if cycle is not None:
-                cycle.body = bytearray()  # it lives until it is collected, and nobody reads more
+                cycle.body = bytearray()  # it lives while it is served, and nobody reads more
         self._table.remove(self)
+        self.cycle = self.scope = self._served = None  # type: ignore[assignment]
+        self.pipeline.clear()
+        if self.flow is not None:
+            self.flow.end()
 
     def shorten_idle(self, seconds: float) -> None:
         """It ends so soon, if it waits for its first or next request."""
@@ -1245,6 +1266,7 @@ class Acceptor:
         so to a protocol that it had connected in the same turn.
         """
         self._tasks.discard(done)
+        protocol.note_accepted()
         failed = done.cancelled() or done.exception() is not None
         if failed:
             self._connections.count_refused("handshake")

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import gc
 import resource
 import socket
 import ssl
 import struct
 import time
+import weakref
 from contextlib import ExitStack
 from itertools import pairwise
 
@@ -120,11 +122,12 @@ class Running:
             self.table.sweep(self.time)
 
 
-def on_connections(scenario, **limits):
-    async def whole():
-        await scenario(Running(**limits))
+async def with_connections(scenario, **limits):
+    await scenario(Running(**limits))
 
-    asyncio.run(whole())
+
+def on_connections(scenario, **limits):
+    asyncio.run(with_connections(scenario, **limits))
 
 
 async def until(condition):
@@ -1249,6 +1252,58 @@ def test_who_sends_megabytes_of_header_reads_why_they_are_refused():
             await acceptor.wait_closed()
 
     on_connections(scenario)
+
+
+# --- connections that have ended ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sent", "answered"),
+    [
+        (b"", b""),
+        (VERSION, b"200 OK"),
+        (VERSION[:-2], b""),
+        (b"garbage\r\n\r\n" * 9, b" 400 "),
+        (POST, b""),
+        (VERSION + VERSION, b"200 OK"),
+    ],
+    ids=["nothing", "a request", "half a header", "garbage", "half a body", "pipelined"],
+)
+def test_a_connection_that_has_ended_is_freed_without_garbage_collection(sent, answered):
+    """Thousands a second would else be there at a time, and leave holes that nothing fills."""
+    made = weakref.WeakSet()
+
+    async def scenario(running):
+        running.go.set()
+
+        def protocol(address):
+            connection = running.protocol(address)
+            made.add(connection)
+            return connection
+
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            acceptor = Acceptor(listener, running.table, protocol, None)
+            acceptor.resume()
+            loop = asyncio.get_running_loop()
+            with connection(listener) as client:
+                client.setblocking(False)
+                await loop.sock_sendall(client, sent)
+                answer = b""
+                while answered not in answer:
+                    answer += await loop.sock_recv(client, 1 << 16)
+                await until(lambda: running.table.total == 1)
+                await settle()
+            await until(lambda: running.table.total == 0)
+            await until(lambda: not made)
+            acceptor.close()
+            await acceptor.wait_closed()
+
+    gc.collect()
+    gc.disable()
+    try:
+        uvloop.run(with_connections(scenario))
+    finally:
+        gc.enable()
 
 
 # --- clients that have left -----------------------------------------------------------------------
