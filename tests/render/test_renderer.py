@@ -557,9 +557,11 @@ HIDDEN = {"tool_calls": [{"function": {"name": "f", "arguments": json.dumps([LON
         ({"many": [1] * FEW_VALUES}, False),
         ({"many": LONG}, False),
         (HIDDEN, False),
-        ({"many": {"image_url": LONG}}, True),
+        ({"many": {LONG: 1}}, False),
+        ({"many": {"data": LONG}}, False),
+        ({"content": [{"type": "text", "text": "a", "image_url": LONG}]}, True),
     ],
-    ids=["few", "many", "a long text", "json within json", "a file"],
+    ids=["few", "many", "a long text", "json within json", "a key", "no file", "a file"],
 )
 @pytest.mark.parametrize("heavy", ["messages", "chat_template_kwargs"])
 def test_only_a_large_chat_is_converted_and_rendered_beside_the_loop(

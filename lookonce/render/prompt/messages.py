@@ -27,8 +27,10 @@ CHARACTERS_PER_VALUE = 32
 MAX_ARGUMENT_VALUES = 1 << 18
 """Most commas and brackets in the arguments of all tool calls, which are JSON within JSON: those
 of the body itself are counted before, but not what its texts hide (`\\u002c`)."""
+CONTENTS = frozenset({"content", "output"})
+"""Names of a message's content and of a function's output, of which only texts reach a template."""
 FILES = frozenset({"url", "data", "image_url", "audio_url"})
-"""Names of texts that are files or their addresses: no template sees them."""
+"""Names of texts in them that are files or their addresses."""
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 PAIR_ROLES = ("query", "document")
@@ -147,12 +149,12 @@ def _too_many(param: str, what: str, most: int) -> BadRequestError:
 
 
 def has_many_values(*values: object, most: int = FEW_VALUES) -> bool:
-    """Whether JSON values contain more than `most` others, or texts that take as long: in
-    O(`most`)."""
-    waiting: list[object] = list(values)
+    """Whether JSON values contain more than `most` others, or texts and keys that take as long: in
+    O(`most`). Files in the content of messages are passed over."""
+    waiting: list[tuple[object, bool]] = [(value, False) for value in values]
     count = 0
     while waiting:
-        part = waiting.pop()
+        part, in_content = waiting.pop()
         if isinstance(part, str):
             count += len(part) // CHARACTERS_PER_VALUE
         elif isinstance(part, (dict, list, tuple)):
@@ -160,12 +162,15 @@ def has_many_values(*values: object, most: int = FEW_VALUES) -> bool:
         if count > most:
             return True
         if isinstance(part, dict):
-            waiting += (
-                part[name] for name in part if not (name in FILES and isinstance(part[name], str))
-            )
+            for name in part:
+                inner = part[name]
+                if isinstance(name, str):  # of a caller in Python it may be no text
+                    count += len(name) // CHARACTERS_PER_VALUE
+                if not (in_content and name in FILES and isinstance(inner, str)):
+                    waiting.append((inner, in_content or name in CONTENTS))
         elif isinstance(part, (list, tuple)):
-            waiting += part
-    return False
+            waiting += ((inner, in_content) for inner in part)
+    return count > most
 
 
 def _check_limits(sources: Sequence[MediaSource], limits: Mapping[str, int]) -> None:

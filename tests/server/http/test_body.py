@@ -224,6 +224,35 @@ def test_small_bodies_and_media_are_read_on_the_loop_without_a_detour(body):
     assert received(json.dumps(body).encode()).made_in == threading.get_ident()
 
 
+LONG = "A" * 1_000_000
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        f'{{"nested": {{"{LONG}": 1}}}}',
+        f'{{"nested": {{"{LONG}"{" " * 100}: 1}}}}',
+        f'{{"nested": {{"{LONG}\\"": 1}}}}',
+        f'{{"media": "{LONG}", "nested": {{"{LONG}": 1}}}}',
+        f'{{"nested": [{{"{LONG}": 1}}]}}',
+        f'{{"media": "{LONG}é"}}',
+        f'{{"media": "{LONG}\\n"}}',
+        f'{{"media": "{LONG}"{" " * 1_000_000}}}',
+    ],
+    ids=[
+        "a key", "spaces behind it", "a quote in it", "beside media", "in a list", "no ASCII",
+        "escapes", "spaces alone",
+    ],
+)  # fmt: skip
+def test_a_body_of_long_keys_or_of_texts_that_take_long_is_read_beside_the_loop(body):
+    assert received(body.encode()).made_in != threading.get_ident()
+
+
+def test_media_beside_words_of_another_script_are_read_on_the_loop():
+    body = f'{{"media": "{LONG}", "nested": "é", "values": [1]}}'
+    assert received(body.encode()).made_in == threading.get_ident()
+
+
 def test_what_a_thread_has_decoded_is_not_nested_too_deeply_for_the_loop_to_encode():
     """The stack of a thread is shallower than the event loop's."""
     outcomes = set()
