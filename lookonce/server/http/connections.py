@@ -225,11 +225,7 @@ class HttpProtocol(UnreadProtocol, HttpToolsProtocol):
         super()._start_asgi_task(cycle, app)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """As uvicorn's, which tells the application only of the last request that came.
-
-        What refers to this connection is let go of, so that it is freed at once. Thousands that are
-        refused each second would else wait for a garbage collection, and leave memory in pieces.
-        """
+        """As uvicorn's, which tells the application only of the last request that came."""
         super().connection_lost(exc)
         served = self._served
         if served is not None and not served.response_complete:
@@ -239,6 +235,11 @@ class HttpProtocol(UnreadProtocol, HttpToolsProtocol):
             if cycle is not None:
                 cycle.body = bytearray()  # it lives while it is served, and nobody reads more
         self._table.remove(self)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Of all that refers to this connection, so that it is freed at once. Thousands that are
+        refused each second would else wait for a garbage collection, and leave memory in pieces."""
         self.cycle = self.scope = self._served = None  # type: ignore[assignment]
         self.pipeline.clear()
         if self.flow is not None:
@@ -474,6 +475,8 @@ class HttpProtocol(UnreadProtocol, HttpToolsProtocol):
         protocol.connection_made(self.transport)
         protocol.data_received(b"\r\n".join([*lines, b"", b""]))
         self.transport.set_protocol(protocol)
+        self.parser = None  # type: ignore[assignment]
+        self._let_go()
 
     def _check_header_size(self) -> None:
         """The header may have come together with its body."""

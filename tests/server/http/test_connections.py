@@ -1254,6 +1254,13 @@ def test_who_sends_megabytes_of_header_reads_why_they_are_refused():
     on_connections(scenario)
 
 
+WEBSOCKET = (
+    b"GET /v1/realtime HTTP/1.1\r\nHost: a\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
+    b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: MDEyMzQ1Njc4OWFiY2RlZg==\r\n\r\n"
+)
+"""The application of these tests answers none."""
+
+
 # --- connections that have ended ------------------------------------------------------------------
 
 
@@ -1266,8 +1273,9 @@ def test_who_sends_megabytes_of_header_reads_why_they_are_refused():
         (b"garbage\r\n\r\n" * 9, b" 400 "),
         (POST, b""),
         (VERSION + VERSION, b"200 OK"),
+        (WEBSOCKET, b" 500 "),
     ],
-    ids=["nothing", "a request", "half a header", "garbage", "half a body", "pipelined"],
+    ids=["nothing", "a request", "half a header", "garbage", "half a body", "pipelined", "socket"],
 )
 def test_a_connection_that_has_ended_is_freed_without_garbage_collection(sent, answered):
     """Thousands a second would else be there at a time, and leave holes that nothing fills."""
@@ -1290,8 +1298,10 @@ def test_a_connection_that_has_ended_is_freed_without_garbage_collection(sent, a
                 await loop.sock_sendall(client, sent)
                 answer = b""
                 while answered not in answer:
-                    answer += await loop.sock_recv(client, 1 << 16)
-                await until(lambda: running.table.total == 1)
+                    more = await loop.sock_recv(client, 1 << 16)
+                    assert more, answer
+                    answer += more
+                await until(lambda: running.made or not sent)
                 await settle()
             await until(lambda: running.table.total == 0)
             await until(lambda: not made)
