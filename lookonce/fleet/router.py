@@ -789,7 +789,9 @@ class Router:
         stuck = self._stuck(identity, candidates)
         media = [self._keyed(medium, identity) for medium in identity.media]
         knowing = self._knowing(media, candidates)
-        works = self._works(identity, media, candidates)
+        ends = self._ends(identity, media)
+        known = self._forget_evicted(identity, candidates, ends)
+        works = self._works(identity, media, candidates, ends, known)
         sharing = self._sharing_cores()
         prices = [
             (
@@ -918,11 +920,12 @@ class Router:
         identity: Identity,
         media: Sequence[_Keyed],
         candidates: Sequence[EngineState],
+        ends: Sequence[float],
+        known: Mapping[int, int],
     ) -> list[Work]:
-        """What the request costs at each engine."""
-        ends = self._ends(identity, media)
+        """What the request costs at each engine. `ends` are tokens up to the end of each piece,
+        `known` is how many of the first pieces an engine has, by its number."""
         total = ends[-1]
-        known = self._known_pieces(identity, candidates, ends)
         rates = _rates_of(candidates)
         longest = max(known.values())
         places = {piece.medium: at for at, piece in enumerate(identity.pieces)}
@@ -974,11 +977,11 @@ class Router:
             ends.append(total)
         return ends
 
-    def _known_pieces(
+    def _forget_evicted(
         self, identity: Identity, candidates: Sequence[EngineState], ends: Sequence[float]
     ) -> dict[int, int]:
-        """Engine → how many of the first pieces it has computed, or is about to compute. Notes what
-        engines have evicted of the prompt."""
+        """Forget, and count, what engines have evicted of the prompt. Returns what is left: engine
+        → how many of the first pieces it has computed, or is about to compute."""
         evicted: dict[int, int] = {}
         known = dict.fromkeys((engine.number for engine in candidates), 0)
         unknown = set(known)
