@@ -21,7 +21,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -42,6 +41,7 @@ from lookonce.engine.client.delta_stream import DeltaStream
 from lookonce.engine.client.engine_client import EngineClient
 from lookonce.engine.supervisor.engine_supervisor import ENGINE_COMMAND
 from lookonce.model.loader import load_model
+from lookonce.types.cpu import usable_cores
 from lookonce.types.request import RenderedPrompt
 from lookonce.types.sampling import SamplingParams
 
@@ -172,7 +172,7 @@ def model_config(folder: Path, kind: str) -> ModelConfig:
 
 
 def _num_threads() -> int:
-    return len(os.sched_getaffinity(0))
+    return usable_cores()
 
 
 def read_seconds(num_bytes: int) -> float:

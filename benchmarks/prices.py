@@ -21,7 +21,6 @@ import dataclasses
 import itertools
 import json
 import multiprocessing
-import os
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -44,6 +43,7 @@ from lookonce.model.loader import LoadedModel
 from lookonce.model.native.decoder import MAX_TOKENS
 from lookonce.render.media.pool import share_of_workers
 from lookonce.simulate.prices import STEP_PRICES, Prices, TierPrices, amounts_of, fit
+from lookonce.types.cpu import usable_cores
 from lookonce.types.kv import TierSpec
 from lookonce.types.ports import ModelRunner
 from lookonce.types.step import StepPlan, StepResult
@@ -605,7 +605,7 @@ def request_prices(kinds: Kinds, prices: Prices) -> tuple[Prices, Report]:
 
 def _threads(cpu_seconds: float, seconds: float) -> float:
     """Cores that were busy, at least one and no more than there are."""
-    return min(float(len(os.sched_getaffinity(0))), max(1.0, cpu_seconds / max(seconds, 1e-9)))
+    return min(float(usable_cores()), max(1.0, cpu_seconds / max(seconds, 1e-9)))
 
 
 # --- the machine --------------------------------------------------------------------------------
@@ -614,7 +614,7 @@ def _threads(cpu_seconds: float, seconds: float) -> float:
 def measure_cores() -> float:
     """How many times the work of one core all cores do together: cores that a hypervisor makes of
     the threads of one, or that share its memory, are not that many."""
-    count = len(os.sched_getaffinity(0))
+    count = usable_cores()
     context = multiprocessing.get_context("spawn")
     times: dict[int, list[list[float]]] = {1: [], count: []}
     with context.Pool(count) as pool:

@@ -23,7 +23,7 @@ import lookonce
 from lookonce.cli.preflight import num_cuda_devices, torch_has_cuda
 from lookonce.config import GIB
 from lookonce.render.media.sandbox import LANDLOCK_CREATE_RULESET, LANDLOCK_VERSION
-from lookonce.types.cpu import BF16_FLAGS, KERNEL_VARIANTS, cpu_flags
+from lookonce.types.cpu import BF16_FLAGS, KERNEL_VARIANTS, affinity, cpu_flags, cpu_quota
 from lookonce.types.network import connection_error
 
 State = Literal["ok", "slow", "bad"]
@@ -110,19 +110,14 @@ def check_cores(
     proc: Path = PROC, cgroup: Path = CGROUP, cores: frozenset[int] | None = None
 ) -> Iterator[Finding]:
     """Cores this process may use, less what a container's quota takes, and who else uses them."""
-    if cores is None:
-        can_ask = hasattr(os, "sched_getaffinity")
-        cores = frozenset(os.sched_getaffinity(0) if can_ask else range(os.cpu_count() or 1))
+    cores = affinity() if cores is None else cores
     usable = float(len(cores))
     found = f"{len(cores)} that this process may use"
-    quota, _, period = _line(cgroup / "cpu.max").partition(" ")
-    if quota.isdecimal() and period.isdecimal():
-        usable = min(usable, int(quota) / int(period))
+    quota = cpu_quota(cgroup, proc / "self" / "cgroup")
+    if quota is not None and quota.cores < usable:
+        usable = quota.cores
         found += f", {usable:g} by the quota of the container"
-    if usable < len(cores):
-        advice = f"Threads would be stopped by it: set OMP_NUM_THREADS={max(1, int(usable))}."
-        yield Finding("cores", "slow", found, advice)
-    elif usable < 2:
+    if usable < 2:
         yield Finding("cores", "slow", found, "Decoding of media and the model take turns.")
     else:
         yield Finding("cores", "ok", found)

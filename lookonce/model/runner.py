@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -47,6 +46,7 @@ from lookonce.model.step_inputs import StepInputBuilder, StepInputs
 from lookonce.model.streaming_encoder import StreamingEncoder
 from lookonce.model.tensor_parallel import SharedSampler
 from lookonce.model.text_model import TextModel, sampled_rows
+from lookonce.types.cpu import usable_cores
 from lookonce.types.request import PromptLogprob, TokenLogprob
 from lookonce.types.step import (
     DropTokens,
@@ -598,8 +598,9 @@ class ThreadCounts:
     @classmethod
     def of_machine(cls) -> ThreadCounts:
         """The counts for this machine. Sets torch's number of threads to `light`."""
-        given, cores = torch.get_num_threads(), len(os.sched_getaffinity(0))
-        threads = cls(cores - 1, cores) if given >= cores > 1 else cls(given, given)
+        cores = usable_cores()
+        given = min(torch.get_num_threads(), cores)
+        threads = cls(cores - 1, cores) if given == cores > 1 else cls(given, given)
         torch.set_num_threads(threads.light)
         return threads
 

@@ -1,10 +1,92 @@
-"""What the CPU of this machine can do, as Linux tells it."""
+"""How many cores this process may use, and what they can do, as Linux tells it."""
 
 from __future__ import annotations
 
+import os
 import platform
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+
+CGROUPS = Path("/sys/fs/cgroup")
+"""Where control groups are mounted: version 2 itself, or a folder for each controller."""
+OWN_CGROUPS = Path("/proc/self/cgroup")
+
+
+@dataclass(frozen=True, slots=True)
+class CpuQuota:
+    """The CPU time that a control group may take together."""
+
+    cores: float
+    """CPU seconds a second."""
+    group: int
+    """Inode of the group's directory: processes for which it is the same share the quota."""
+
+
+def usable_cores(cgroups: Path | None = None, own: Path = OWN_CGROUPS) -> int:
+    """Cores that this process may use: those it may run on, and no more than the quota of its
+    container, rounded down: threads that exceed it are stopped for the rest of each period."""
+    count, quota = len(affinity()), cpu_quota(cgroups, own)
+    return count if quota is None else max(1, min(count, int(quota.cores)))
+
+
+def affinity() -> frozenset[int]:
+    """Numbers of the cores that this process may run on; all where the system cannot say."""
+    if hasattr(os, "sched_getaffinity"):
+        return frozenset(os.sched_getaffinity(0))
+    return frozenset(range(os.cpu_count() or 1))
+
+
+def cpu_quota(cgroups: Path | None = None, own: Path = OWN_CGROUPS) -> CpuQuota | None:
+    """The smallest quota of this process's control group and those that it is in, as far as they
+    are mounted under `cgroups` (None: `CGROUPS`); None if there is none. `own` lists the groups of
+    this process."""
+    found = (_quota_of(directory) for directory in _groups(cgroups or CGROUPS, own))
+    return min((quota for quota in found if quota is not None), key=_cores_of, default=None)
+
+
+def _cores_of(quota: CpuQuota) -> float:
+    return quota.cores
+
+
+def _groups(cgroups: Path, own: Path) -> Iterator[Path]:
+    """Directories of the groups, of both versions. A container may see its own group as the root,
+    whatever the path says."""
+    yield cgroups
+    yield cgroups / "cpu"
+    try:
+        lines = own.read_text().splitlines()
+    except (OSError, UnicodeDecodeError):
+        return
+    for line in lines:
+        _, _, named = line.partition(":")
+        controllers, _, path = named.partition(":")
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        directory = cgroups / controllers
+        for name in path.split("/"):
+            if name == "..":  # outside of what is mounted here
+                break
+            directory /= name
+            yield directory
+
+
+def _quota_of(directory: Path) -> CpuQuota | None:
+    quota, _, period = _line(directory / "cpu.max").partition(" ")
+    if not quota:
+        quota = _line(directory / "cpu.cfs_quota_us")
+        period = _line(directory / "cpu.cfs_period_us")
+    if not (quota.isdecimal() and period.isdecimal() and int(quota) and int(period)):
+        return None  # "max" or -1: none
+    return CpuQuota(int(quota) / int(period), directory.stat().st_ino)
+
+
+def _line(file: Path) -> str:
+    try:
+        return file.read_text().strip()
+    except (OSError, UnicodeDecodeError):
+        return ""
 
 
 def cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:

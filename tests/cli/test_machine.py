@@ -43,6 +43,7 @@ def test_the_report_counts():
     [
         ("max 100000", "0.5 0 0", {"cores": "ok"}),
         ("150000 100000", "1.0 0 0", {"cores": "slow"}),
+        ("300000 100000", "1.0 0 0", {"cores": "ok"}),
         ("max 100000", "9.0 0 0", {"cores": "ok", "load": "slow"}),
         ("100000 100000", "1.5 0 0", {"cores": "slow", "load": "slow"}),
     ],

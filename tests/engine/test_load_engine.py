@@ -11,6 +11,7 @@ from lookonce.config import EventsConfig, KVConfig, SchedulerConfig
 from lookonce.engine.process import load_engine as build_module
 from lookonce.engine.process.load_engine import load_engine
 from lookonce.errors import BadRequestError, ConfigError, ModelLoadError
+from lookonce.types import cpu
 from lookonce.types.kv import TierSpec
 from tests.support.core.builders import request
 from tests.support.engine.loading import build, settings
@@ -36,6 +37,7 @@ def test_engines_on_the_same_cores_tell_one_name_of_them_and_how_many_they_use(
     given = settings(folder("llama"), events=EventsConfig("ipc://events", "ipc://replay"))
 
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)  # as by OMP_NUM_THREADS
+    monkeypatch.setattr(cpu, "CGROUPS", tmp_path)
 
     def load_on(*cores):
         monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(cores))
@@ -49,6 +51,29 @@ def test_engines_on_the_same_cores_tell_one_name_of_them_and_how_many_they_use(
     monkeypatch.setattr(build_module, "BOOT_ID", tmp_path / "no such file")
     unnamed = load_on(0, 1)
     assert (unnamed.machine, unnamed.cores, unnamed.threads) == (0, 0, 0)
+
+
+def test_engines_in_containers_with_quotas_have_these_cores_and_share_none(
+    folder, tmp_path, monkeypatch
+):
+    """A router took all pods of a machine for engines that share all of its cores."""
+    given = settings(folder("llama"), events=EventsConfig("ipc://events", "ipc://replay"))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
+
+    def load_in(pod, quota):
+        cgroups = tmp_path / pod
+        cgroups.mkdir(exist_ok=True)
+        (cgroups / "cpu.max").write_text(f"{quota} 100000\n")
+        monkeypatch.setattr(cpu, "CGROUPS", cgroups)
+        core, _ = build(given)
+        return core.load
+
+    one, beside, apart = load_in("a", 400_000), load_in("a", 400_000), load_in("b", 200_000)
+    assert one.machine == beside.machine != apart.machine
+    assert (one.cores, one.threads) == (4, 4)
+    assert (apart.cores, apart.threads) == (2, 2)
+    assert load_in("c", "max").cores == 64
 
 
 def test_loading_is_reported_up_to_the_last_weight(folder):

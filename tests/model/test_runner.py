@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 
 import msgspec
@@ -17,6 +18,7 @@ from lookonce.errors import DeviceLostError, RequestFailedError
 from lookonce.model.attention.reference import ReferenceBackend
 from lookonce.model.loader import load_model
 from lookonce.model.runner import HEAVY_KEYS, HEAVY_TOKENS, Runner, ThreadCounts
+from lookonce.types import cpu
 from lookonce.types.media import Array, Expansion, MediaFeature, ProcessedItem
 from lookonce.types.sampling import SamplingParams
 from lookonce.types.step import (
@@ -298,12 +300,14 @@ def _restored() -> Iterator[None]:
 
 def on_cores(count: int, given: int, monkeypatch: pytest.MonkeyPatch) -> ThreadCounts:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(count)))
+    monkeypatch.setattr(cpu, "CGROUPS", Path("/no/such/folder"))
     torch.set_num_threads(given)
     return ThreadCounts.of_machine()
 
 
 @pytest.mark.parametrize(
-    ("cores", "given", "light", "heavy"), [(1, 1, 1, 1), (2, 2, 1, 2), (4, 4, 3, 4), (4, 2, 2, 2)]
+    ("cores", "given", "light", "heavy"),
+    [(1, 1, 1, 1), (1, 4, 1, 1), (2, 2, 1, 2), (4, 4, 3, 4), (4, 2, 2, 2)],
 )
 def test_light_steps_leave_a_core_free_unless_a_number_of_threads_is_set(
     cores, given, light, heavy, monkeypatch

@@ -45,6 +45,7 @@ from lookonce.render.media.pool import (
     share_of_workers,
 )
 from lookonce.render.media.processing import MediaJob, Processed, Processing, ProcessingSettings
+from lookonce.types import cpu
 from lookonce.types.media import ProcessedItem
 from tests.support.forked import fork_server_of
 from tests.support.render.doubles import until
@@ -912,6 +913,14 @@ class TestRealWorkers:
     ("cores", "processes", "workers"),
     [(2, 1, 2), (16, 1, 4), (16, 2, 2), (16, 3, 1), (2, 4, 1), (1, 1, 1)],
 )
-def test_workers_are_shared_by_all_api_processes(monkeypatch, cores, processes, workers):
+def test_workers_are_shared_by_all_api_processes(monkeypatch, tmp_path, cores, processes, workers):
+    monkeypatch.setattr(cpu, "CGROUPS", tmp_path)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
     assert share_of_workers(processes) == workers
+
+
+def test_a_container_s_quota_bounds_the_workers(monkeypatch, tmp_path):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
+    (tmp_path / "cpu.max").write_text("250000 100000\n")
+    monkeypatch.setattr(cpu, "CGROUPS", tmp_path)
+    assert share_of_workers() == 2

@@ -148,8 +148,9 @@ class Load(msgspec.Struct, gc=False):
     decode_steps: int = 0
     """Steps without any prompt."""
     machine: int = 0
-    """Names the cores that this process may run on: engines that tell the same share them. 0: it
-    computes on none, as with a GPU."""
+    """Names the cores that this process may run on, or the control group with which it shares a
+    smaller CPU quota: engines that tell the same share them. 0: it computes on none, as with a
+    GPU."""
     cores: int = 0
     """How many these are."""
     threads: int = 0

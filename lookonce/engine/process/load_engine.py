@@ -39,6 +39,7 @@ from lookonce.model.lora_files import AdapterStore, why_no_adapters
 from lookonce.model.runner import Runner, ThreadCounts
 from lookonce.model.tensor_parallel import TensorParallelGroup
 from lookonce.render.families.registry import media_examples
+from lookonce.types.cpu import affinity, cpu_quota, usable_cores
 from lookonce.types.lora import LoRAInfo
 from lookonce.types.media import Modality
 from lookonce.types.model import MEDIA_ADAPTERS
@@ -131,14 +132,17 @@ def _load_on(device: torch.device, threads: ThreadCounts | None) -> Load:
     """No load yet, and which cores it will be on; `threads` None: ranks compute on all of them."""
     if device.type != "cpu":
         return Load()
-    cores = sorted(os.sched_getaffinity(0))
     try:
         boot = BOOT_ID.read_bytes()
     except OSError:
         return Load()  # whether others share them cannot be told
-    named = blake3(boot + repr(cores).encode()).digest(8)
-    heavy = len(cores) if threads is None else threads.heavy
-    return Load(machine=int.from_bytes(named, "big") or 1, cores=len(cores), threads=heavy)
+    cores, quota = usable_cores(), cpu_quota()
+    shared = repr(sorted(affinity()))
+    if quota is not None and quota.cores < len(affinity()):
+        shared = f"quota of {quota.group}"  # who is in another container has one of its own
+    named = blake3(boot + shared.encode()).digest(8)
+    heavy = cores if threads is None else threads.heavy
+    return Load(machine=int.from_bytes(named, "big") or 1, cores=cores, threads=heavy)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +163,7 @@ def load_rank(
     if model.device == "cuda":
         model = dataclasses.replace(model, device=f"cuda:{rank}")
         torch.cuda.set_device(rank)
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // size))
+    torch.set_num_threads(max(1, usable_cores() // size))
     group = TensorParallelGroup(rank, size, Path(rendezvous), torch.device(model.device))
     return _load_fitted(settings, model, progress, group)
 

@@ -19,7 +19,6 @@ import asyncio
 import contextlib
 import logging
 import math
-import os
 import resource
 import signal
 import socket
@@ -80,6 +79,7 @@ from lookonce.render.media.worker import (
     send,
 )
 from lookonce.types.counts import Counts
+from lookonce.types.cpu import usable_cores
 from lookonce.types.fair_queue import TenantWeights
 from lookonce.types.logs import log_config
 from lookonce.types.media import Array, ProcessedItem
@@ -197,8 +197,7 @@ class _Running:
 def share_of_workers(num_processes: int = 1) -> int:
     """Workers of each of so many API processes: one for each core that they may use, `MAX_WORKERS`
     at most, for all of them together."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return max(1, min(MAX_WORKERS, cores or 1) // num_processes)
+    return max(1, min(MAX_WORKERS, usable_cores()) // num_processes)
 
 
 class MediaPool:
