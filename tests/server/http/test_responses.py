@@ -66,7 +66,7 @@ WRONG_FIELDS = [
     ({"n": 0}, "n"),
     ({"n": 1.5}, "n"),
     ({"max_tokens": 0}, "max_tokens"),
-    ({"max_completion_tokens": -3}, "max_tokens"),
+    ({"max_completion_tokens": -3}, "max_completion_tokens"),
     ({"max_tokens": 10**6}, "max_tokens"),
     ({"stop": ["ok", 3]}, "stop[1]"),
     ({"stop": ""}, "stop"),
