@@ -13,7 +13,7 @@ import sys
 import threading
 import weakref
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from io import BytesIO
 from pathlib import Path
 
@@ -239,6 +239,38 @@ def test_a_worker_that_died_idle_harms_no_job() -> None:
             os.kill(before, signal.SIGKILL)
             await until(lambda: not is_alive(before))
             assert worker_of(await pool.run(job())) != before
+
+    asyncio.run(scenario())
+
+
+def test_a_worker_that_died_idle_is_replaced_before_the_next_job(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(pool_module, "IDLE_LOOK_SECONDS", 0.05)
+
+    def descendants() -> set[int]:
+        """Of this process; workers may be children of a fork server."""
+        parents = {}
+        for folder in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):  # it has just ended
+                state, parent = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
+                if state != "Z":
+                    parents[int(folder.name)] = int(parent)
+        found, size = {os.getpid()}, 0
+        while len(found) > size:
+            size = len(found)
+            found |= {pid for pid, parent in parents.items() if parent in found}
+        return found
+
+    async def scenario() -> None:
+        async with fake_pool() as pool:
+            before = worker_of(await pool.run(job()))
+            others = descendants() - {before}
+            os.kill(before, signal.SIGKILL)
+            await until(lambda: descendants() - others - {before})
+            started = descendants() - others
+            assert worker_of(await pool.run(job())) in started
+            assert "a media worker was killed while it had nothing to do" in caplog.text
 
     asyncio.run(scenario())
 

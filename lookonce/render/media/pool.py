@@ -5,9 +5,9 @@
                   a guard thread kills workers: past the job's CPU deadline, client left
 
 The threads only send and receive messages; decoding does not hold this process's GIL. When a worker
-dies or is killed, only its job fails, and its thread starts a new worker; a job that its worker had
-not begun is given to the new one. When no worker can be started (no descriptors, processes or
-memory left) the job fails with 503; the next job tries again.
+dies or is killed, only its job fails, and its thread starts a new worker, also where the old one
+had no job; a job that its worker had not begun is given to the new one. When no worker can be
+started (no descriptors, processes or memory left) the job fails with 503; the next job tries again.
 
 With two or more workers one is always free of long jobs (`fair_queue.LONG_SECONDS`), whoever sent
 them: a short one waits for short ones only.
@@ -106,6 +106,9 @@ END_TIMEOUT = 0.5
 STARTS_PER_JOB = 3
 """Workers that are tried for a job when they are killed before they have begun it."""
 LEAST_CHARGE = 0.25
+IDLE_LOOK_SECONDS = 2.0
+"""How often a thread without a job looks whether its worker lives. Another one that starts only
+with the next job would make that one wait."""
 START_COST = 2.0
 """CPU seconds that a new worker takes, charged to whose job ended the old one."""
 ITEM_BASE_BYTES = 256 << 20
@@ -390,12 +393,17 @@ class MediaPool:
                 ready = None
         if ready is not None:
             ready.set_result(None)
-        while (queued := self._next()) is not None:
-            self._process(queued)
-            if not self._closed:
-                self._discard_if_large(queued)
+        while not self._closed:
+            queued = self._next()
+            if queued is None:
+                lacks_worker = not self._closed and self._workers.own_has_ended()
+            else:
+                self._process(queued)
+                if not self._closed:
+                    self._discard_if_large(queued)
+                lacks_worker = True
             del queued  # its item must not be kept while this thread waits
-            if not self._closed:
+            if lacks_worker and not self._closed:
                 with contextlib.suppress(Exception):
                     self._workers.ensure_worker()
 
@@ -414,9 +422,11 @@ class MediaPool:
         self._workers.discard(worker)
 
     def _next(self) -> Queued | None:
-        """Wait for a job and take it; None when the pool is closed."""
+        """Wait for a job and take it; None when none has come for `IDLE_LOOK_SECONDS`, or the pool
+        is closed."""
+        woken = True
         with self._changed:
-            while not self._closed:
+            while woken and not self._closed:
                 queued = self._queue.pop(long=self._takes_long())
                 if queued is not None:
                     self._waiting.set(len(self._queue))
@@ -424,7 +434,7 @@ class MediaPool:
                     self._busy.set()
                     return queued
                 self._num_idle += 1
-                self._changed.wait()
+                woken = self._changed.wait(IDLE_LOOK_SECONDS)
                 self._num_idle -= 1
         return None
 
@@ -639,6 +649,15 @@ class _Workers:
         for name, problem in report.refused.items():
             logger.warning("media workers run without %s: %s", name, problem)
 
+    def own_has_ended(self) -> bool:
+        """Whether this thread's worker has ended without a job. What could not be started is not
+        tried again before the next job."""
+        worker: _WorkerProcess | None = getattr(self._thread, "worker", None)
+        if worker is None or worker.alive:
+            return False
+        logger.warning("a media worker %s while it had nothing to do", worker.how_it_ended)
+        return True
+
     def large_one(self) -> _WorkerProcess | None:
         """This thread's worker, if its last job has left more memory behind than it should."""
         worker: _WorkerProcess | None = getattr(self._thread, "worker", None)
@@ -719,6 +738,10 @@ class _WorkerProcess:
     @property
     def alive(self) -> bool:
         return self._process.poll() is None
+
+    @property
+    def how_it_ended(self) -> str:
+        return how_it_ended(self._process.returncode)
 
     def call(self, job: Job) -> Made:
         """Raises the job's error; `LinkClosedError` or `TimeoutError` when the worker is lost."""
