@@ -230,9 +230,15 @@ class Folder:
     def client(self, rate: float, number: int) -> Path:
         return self.path / f"client-{rate:g}-{number}.json"
 
+    def clear(self) -> None:
+        """Of what an earlier run has left."""
+        for pattern in ("prices-*.json", "requests-*.jsonl", "client-*.json"):
+            for each in self.path.glob(pattern):
+                each.unlink()
+
     def rates(self) -> list[float]:
-        found = [each.stem.split("-") for each in self.path.glob("client-*-1.json")]
-        return sorted(float(parts[1]) for parts in found)
+        found = [each.stem.removeprefix("client-") for each in self.path.glob("client-*-1.json")]
+        return sorted(float(name.removesuffix("-1")) for name in found)
 
     def loads(self, rate: float, given: Prices | None) -> list[Load]:
         """Of each round, by the prices `given` or by those around it. Raises `ConfigError`."""
@@ -304,6 +310,7 @@ def main(arguments: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory() as scratch:
         folder = Folder(options.keep_log or Path(scratch))
         folder.path.mkdir(parents=True, exist_ok=True)
+        folder.clear()
         for number in range(options.rounds + 1):
             for place, rate in enumerate(options.rate if number else ()):
                 seed = 100 * (options.rounds * place + number)

@@ -64,12 +64,14 @@ def _groups(cgroups: Path, own: Path) -> Iterator[Path]:
         controllers, _, path = named.partition(":")
         if controllers and "cpu" not in controllers.split(","):
             continue
-        directory = cgroups / controllers
-        for name in path.split("/"):
-            if name == "..":  # outside of what is mounted here
-                break
-            directory /= name
-            yield directory
+        # Kernels list controllers in another order than mounts do; `cpu` is a link to these.
+        for mounted in {controllers, "cpu" if controllers else ""}:
+            directory = cgroups / mounted
+            for name in path.split("/"):
+                if name == "..":  # outside of what is mounted here
+                    break
+                directory /= name
+                yield directory
 
 
 def _quota_of(directory: Path) -> CpuQuota | None:
@@ -79,7 +81,11 @@ def _quota_of(directory: Path) -> CpuQuota | None:
         period = _line(directory / "cpu.cfs_period_us")
     if not (quota.isdecimal() and period.isdecimal() and int(quota) and int(period)):
         return None  # "max" or -1: none
-    return CpuQuota(int(quota) / int(period), directory.stat().st_ino)
+    try:
+        group = directory.stat().st_ino
+    except OSError:  # it was removed meanwhile
+        return None
+    return CpuQuota(int(quota) / int(period), group)
 
 
 def _line(file: Path) -> str:

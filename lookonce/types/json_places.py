@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,6 +12,9 @@ from lookonce.errors import BadRequestError
 
 MAX_KEY_CHARS, MAX_NAMES = 64, 16
 """Of the place that an error names: clients choose the keys and the depth."""
+MAX_SEARCHED_BYTES, MAX_SEARCHED_VALUES = 1 << 20, 1 << 14
+"""Of JSON that is searched for the number at fault, in Python; of more it is said that there is
+one."""
 Place: TypeAlias = "tuple[Place, object] | None"
 """That of what a value is in, and its key or number there; None: the whole value."""
 
@@ -31,12 +35,15 @@ def parts_of(value: object) -> Iterator[tuple[object, Place]]:
 
 
 def place_name(place: Place, param: str) -> str:
-    """`param` and the way from there, as in `param.key[2]`; long keys are cut."""
+    """`param` and the way from there, as in `param.key[2]`; long keys are cut. What is no Unicode
+    in keys that Python's decoder takes (half of a pair of surrogates) is left out: an error must be
+    sent."""
     names: list[str] = []
     while place is not None:
         place, key = place
         names.append(f"[{key}]" if isinstance(key, int) else f".{str(key)[:MAX_KEY_CHARS]}")
-    return (param + "".join(reversed(names[-MAX_NAMES:]))).removeprefix(".")
+    name = (param + "".join(reversed(names[-MAX_NAMES:]))).removeprefix(".")
+    return name.encode("utf-8", "replace").decode()
 
 
 class _Unreadable(str):
@@ -45,11 +52,11 @@ class _Unreadable(str):
 
 def unreadable_number(text: str | bytes, param: str) -> BadRequestError:
     """The error about JSON, the value of `param`, with a number that msgspec does not read: it says
-    which number, and why."""
-    try:
-        value = json.loads(text, parse_int=_read_int, parse_float=_read_float)
-    except (ValueError, RecursionError):
-        value = None
+    which number, and why, unless there is too much to search."""
+    value = None
+    if len(text) <= MAX_SEARCHED_BYTES and _num_commas(text) <= MAX_SEARCHED_VALUES:
+        with contextlib.suppress(ValueError, RecursionError):
+            value = json.loads(text, parse_int=_read_int, parse_float=_read_float)
     for part, place in parts_of(value):
         if isinstance(part, _Unreadable):
             name = place_name(place, param)
@@ -60,8 +67,12 @@ def unreadable_number(text: str | bytes, param: str) -> BadRequestError:
     )
 
 
+def _num_commas(text: str | bytes) -> int:
+    return text.count(",") if isinstance(text, str) else text.count(b",")
+
+
 def _read_int(text: str) -> object:
-    most = sys.get_int_max_str_digits()
+    most = sys.get_int_max_str_digits() or sys.int_info.default_max_str_digits
     if len(text.removeprefix("-")) <= most:
         return 0
     return _Unreadable(f"a number of more than {most} digits, which is the limit")

@@ -81,6 +81,17 @@ def test_prices_around_a_round_must_be_there(tmp_path: Path) -> None:
         main(["--replay", str(tmp_path)])
 
 
+def test_what_an_earlier_run_has_left_is_cleared(tmp_path: Path) -> None:
+    folder = Folder(tmp_path)
+    for number in (1, 2):
+        keep(folder, number, requests=9, slower=1.0)
+        write_prices(Prices(), folder.prices(number))
+    (tmp_path / "notes.txt").write_text("mine")
+    assert folder.rates() == [5]
+    folder.clear()
+    assert [each.name for each in tmp_path.iterdir()] == ["notes.txt"]
+
+
 def test_a_folder_without_logs_is_refused(tmp_path: Path) -> None:
     prices = tmp_path / "prices.json"
     prices.write_bytes(msgspec.json.encode(Prices()))

@@ -106,9 +106,9 @@ END_TIMEOUT = 0.5
 STARTS_PER_JOB = 3
 """Workers that are tried for a job when they are killed before they have begun it."""
 LEAST_CHARGE = 0.25
-IDLE_LOOK_SECONDS = 2.0
+IDLE_LOOK_SECONDS, MOST_IDLE_LOOK_SECONDS = 2.0, 120.0
 """How often a thread without a job looks whether its worker lives. Another one that starts only
-with the next job would make that one wait."""
+with the next job would make that one wait. After each that ended, it looks half as often."""
 START_COST = 2.0
 """CPU seconds that a new worker takes, charged to whose job ended the old one."""
 ITEM_BASE_BYTES = 256 << 20
@@ -393,11 +393,15 @@ class MediaPool:
                 ready = None
         if ready is not None:
             ready.set_result(None)
+        idle_look = IDLE_LOOK_SECONDS
         while not self._closed:
-            queued = self._next()
+            queued = self._next(idle_look)
             if queued is None:
                 lacks_worker = not self._closed and self._workers.own_has_ended()
+                if lacks_worker:
+                    idle_look = min(2 * idle_look, MOST_IDLE_LOOK_SECONDS)
             else:
+                idle_look = IDLE_LOOK_SECONDS
                 self._process(queued)
                 if not self._closed:
                     self._discard_if_large(queued)
@@ -421,9 +425,9 @@ class MediaPool:
         )
         self._workers.discard(worker)
 
-    def _next(self) -> Queued | None:
-        """Wait for a job and take it; None when none has come for `IDLE_LOOK_SECONDS`, or the pool
-        is closed."""
+    def _next(self, seconds: float) -> Queued | None:
+        """Wait for a job and take it; None when none has come for so long, or the pool is
+        closed."""
         woken = True
         with self._changed:
             while woken and not self._closed:
@@ -434,7 +438,7 @@ class MediaPool:
                     self._busy.set()
                     return queued
                 self._num_idle += 1
-                woken = self._changed.wait(IDLE_LOOK_SECONDS)
+                woken = self._changed.wait(seconds)
                 self._num_idle -= 1
         return None
 

@@ -51,9 +51,10 @@ MSGSPEC_PATH = re.compile(r" - at `\$\.?([^`]{1,200})`$")
 SMALL_BODY_BYTES = 64 * 1024
 FEW_VALUES = 2048
 """A body with more commas is not decoded on the event loop."""
-FEW_BYTES = 256 * 1024
-"""Nor is one with more bytes than this beside its long plain texts: they are decoded ten times as
-slowly where they are names, and must be searched for those that nothing reads."""
+PLAIN_BYTES, FEW_BYTES = 1024, 256 * 1024
+"""Nor is one with more bytes than the latter beside plain texts longer than the former: they are
+decoded ten times as slowly where they are names, and must be searched for those that nothing
+reads."""
 MAX_VALUES = 1 << 21
 """Most commas and brackets of a body: decoding so many values takes a quarter of a second."""
 MAX_LOCATED = 1 << 16
@@ -129,8 +130,8 @@ async def decoded_body(request: Request, body: bytes, decode: Callable[[], D]) -
 
     if len(body) <= SMALL_BODY_BYTES:
         return decode()
+    await _loop_turn(request, len(body))
     if not _takes_long(body):
-        await _loop_turn(request, len(body))
         return decode()
     services: Services = request.app.state.services
     principal: Principal = request.state.principal
@@ -163,14 +164,14 @@ def _takes_long(body: bytes) -> bool:
 
 
 def _has_many_bytes(body: bytes) -> bool:
-    """Whether more than `FEW_BYTES` are in no long plain text."""
+    """Whether more than `FEW_BYTES` are in no plain text of some length."""
     count, is_ascii = len(body), body.isascii()
     start = body.find(b'"')
     for _ in range(4 * FEW_VALUES):
         end = body.find(b'"', start + 1)
         if start < 0 or end < 0 or count <= FEW_BYTES:
             return count > FEW_BYTES
-        if end - start > SMALL_BODY_BYTES and _is_plain_value(body, start + 1, end, is_ascii):
+        if end - start > PLAIN_BYTES and _is_plain_value(body, start + 1, end, is_ascii):
             count -= end - start
         start = end
     return True
@@ -182,8 +183,13 @@ def _is_plain_value(body: bytes, start: int, end: int, is_ascii: bool) -> bool:
     return (
         body[end + 1 : end + SPACES].lstrip()[:1] in (b",", b"}", b"]")
         and body.find(b"\\", start, end) < 0
-        and (is_ascii or body[start:end].isascii())
+        and (is_ascii or _is_ascii(body, start, end))
     )
+
+
+def _is_ascii(body: bytes, start: int, end: int) -> bool:
+    slices = range(start, end, SLICE_BYTES)
+    return all(body[at : min(at + SLICE_BYTES, end)].isascii() for at in slices)
 
 
 def _check_count(body: bytes) -> None:
@@ -279,7 +285,7 @@ def _explain(body: bytes, kind: type, error: Exception) -> BadRequestError:
     except RecursionError:
         return BadRequestError("the body is nested too deeply", code="invalid_json")
     except msgspec.ValidationError:  # JSON, with a number that is not read
-        return unreadable_number(body if body.count(b",") <= MAX_LOCATED else b"", "")
+        return unreadable_number(body, "")
     except ValueError as broken:
         return BadRequestError(f"the body is not valid JSON: {broken}", code="invalid_json")
     _refuse_unsupported_json(value, kind)

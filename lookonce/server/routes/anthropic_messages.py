@@ -338,7 +338,7 @@ def _texts(system: str | list[Json]) -> str:
 
 def _blocks(role: str, content: list[Any], param: str, read: ReadInput) -> None:
     """One message, and before it one for each result of a tool."""
-    read.thought = ""
+    read.thoughts.clear()
     parts: list[NamedPart] = []
     calls: list[NamedPart] = []
     for number, block in enumerate(content):
@@ -349,7 +349,8 @@ def _blocks(role: str, content: list[Any], param: str, read: ReadInput) -> None:
             case "tool_use":
                 calls.append((where, _call(block, where)))
             case "thinking":
-                read.thought += _thinking(block, where) if role == "assistant" else ""
+                thought = _thinking(block, where) if role == "assistant" else ""
+                read.thoughts.append(thought)
             case "redacted_thinking":
                 pass
             case _:

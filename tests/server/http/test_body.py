@@ -248,6 +248,12 @@ def test_a_body_of_long_keys_or_of_texts_that_take_long_is_read_beside_the_loop(
     assert received(body.encode()).made_in != threading.get_ident()
 
 
+def test_many_small_media_are_read_on_the_loop():
+    """Frames of a film."""
+    body = json.dumps({"values": [1], "nested": ["A" * 60_000] * 40})
+    assert received(body.encode()).made_in == threading.get_ident()
+
+
 def test_media_beside_words_of_another_script_are_read_on_the_loop():
     body = f'{{"media": "{LONG}", "nested": "é", "values": [1]}}'
     assert received(body.encode()).made_in == threading.get_ident()

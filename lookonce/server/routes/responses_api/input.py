@@ -232,11 +232,12 @@ class ReadInput:
     messages: list[Json] = field(default_factory=list)
     origins: list[Origin] = field(default_factory=list)
     """One per message."""
-    thought: str = ""
-    """What the model thought before the next message of the assistant."""
+    thoughts: list[str] = field(default_factory=list)
+    """What the model thought before the next message of the assistant, in parts."""
 
     def add(self, message: Json, origin: Origin) -> None:
-        thought, self.thought = self.thought, ""
+        thought = "".join(self.thoughts)
+        self.thoughts.clear()
         if thought and message["role"] == "assistant":
             message["reasoning_content"] = thought
         self.messages.append(message)
@@ -328,7 +329,7 @@ def _reasoning(item: Json, param: str, read: ReadInput) -> None:
             where = f"{param}.content[{number}].text"
             raise BadRequestError(f"{where}: must be a text", param=where)
         refuse_reserved(text, f"{param}.content[{number}].text")
-        read.thought += text
+        read.thoughts.append(text)
 
 
 def _message(item: Json, param: str, read: ReadInput) -> None:
