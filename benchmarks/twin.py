@@ -282,9 +282,11 @@ def main(arguments: Sequence[str]) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--requests", type=int, default=200, help="at each rate in each round")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--rate", type=float, nargs="+", default=[12.0], help="requests a second")
+    parser.add_argument("--requests", type=int, default=200, help="at each rate in each round: 200")
+    parser.add_argument("--rounds", type=int, default=3, help="3")
+    parser.add_argument(
+        "--rate", type=float, nargs="+", default=[12.0], help="requests a second: 12"
+    )
     parser.add_argument("--tokens", type=int, default=24, help="of each answer")
     parser.add_argument("--pictures", type=int, default=40)
     parser.add_argument("--turns", type=int, default=5)

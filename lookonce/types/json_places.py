@@ -57,14 +57,13 @@ def unreadable_number(text: str | bytes, param: str) -> BadRequestError:
     if len(text) <= MAX_SEARCHED_BYTES and _num_commas(text) <= MAX_SEARCHED_VALUES:
         with contextlib.suppress(ValueError, RecursionError):
             value = json.loads(text, parse_int=_read_int, parse_float=_read_float)
+    name, why = param, "a number is too large or too long"
     for part, place in parts_of(value):
         if isinstance(part, _Unreadable):
-            name = place_name(place, param)
-            return BadRequestError(f"{name}: {part}", param=name or None, code="invalid_value")
-    where = f"{param}: " if param else ""
-    return BadRequestError(
-        f"{where}a number is too large or too long", param=param or None, code="invalid_value"
-    )
+            name, why = place_name(place, param), str(part)
+            break
+    where = f"{name}: " if name else ""
+    return BadRequestError(f"{where}{why}", param=name or None, code="invalid_value")
 
 
 def _num_commas(text: str | bytes) -> int:

@@ -101,6 +101,17 @@ def test_a_misspelt_field_of_a_content_part_is_named_by_its_place(where):
     assert f"messages[0].content[1].{words}" in warning
 
 
+def test_so_is_one_of_a_response_s_part():
+    parts = [
+        {"type": "input_text", "text": "x", "txt": "y"},
+        {"type": "input_image", "image_url": "U", "detial": "low", "detail": "low"},
+    ]
+    body = {"input": [{"role": "user", "content": parts}, {"role": "user", "content": "hi"}]}
+    _, unknown = parse_reporting(msgspec.json.encode(body), ResponsesRequest)
+    assert unknown == ["input[0].content[0].txt", "input[0].content[1].detial"]
+    assert "did you mean text?" in UnknownFields().judge(unknown, ResponsesRequest)
+
+
 def test_a_misspelt_field_of_a_tool_is_named_by_its_place():
     function = {"name": "f", "descripton": "?"}
     tools = [{"type": "function", "function": {"name": "g"}}, {"type": "function", "x": 1}]

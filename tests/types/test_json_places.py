@@ -31,6 +31,12 @@ def test_what_is_large_is_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:
         assert error.param is None
 
 
+def test_a_number_alone_has_no_name() -> None:
+    error = unreadable_number("1e999", "")
+    assert error.message == "a number beyond 1.8e+308, which is the limit"
+    assert error.param is None
+
+
 def test_a_limit_of_no_digits_is_pythons_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(json_places.sys, "get_int_max_str_digits", lambda: 0)
     error = unreadable_number('{"a": 12, "b": 1e999}', "")

@@ -13,7 +13,7 @@ import logging
 import re
 import types
 import typing
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -52,8 +52,13 @@ PART_FIELDS: dict[str, frozenset[str]] = {
     "video_url": frozenset({"type", "video_url", "uuid"}),
     "input_video": frozenset({"type", "input_video", "uuid"}),
     "video": frozenset({"type", "video", "fps", "uuid"}),
+    "input_text": frozenset({"type", "text"}),
+    "output_text": frozenset({"type", "text", "annotations", "logprobs"}),
+    "input_image": frozenset({"type", "image_url", "file_id", "detail", "uuid"}),
+    "input_file": frozenset({"type", "file_data", "file_id", "file_url", "filename", "detail"}),
 }
-"""Type of a content part → its fields. Other fields of messages are given to the chat template."""
+"""Type of a content part, of a chat or a response → its fields. Other fields of messages are given
+to the chat template."""
 MEDIA_FIELDS: dict[str, frozenset[str]] = {
     "image_url": frozenset({"url", "detail"}),
     "input_audio": frozenset({"data", "format"}),
@@ -152,21 +157,26 @@ def _unknown(body: bytes, kind: type[msgspec.Struct], prefix: str) -> Iterator[s
 
 
 def unknown_part_fields(request: msgspec.Struct) -> list[str]:
-    """Names of the fields of content parts that nothing reads: `messages[0].content[1].detial`."""
-    return list(_unknown_in_parts(getattr(request, "messages", None) or ()))
+    """Names of the fields of content parts that nothing reads: `messages[0].content[1].detial`, or
+    `input[0]` of a response's."""
+    found = list(_unknown_in_parts("messages", getattr(request, "messages", None) or ()))
+    items = getattr(request, "input", None)
+    if isinstance(items, list) and items and isinstance(items[0], dict):  # not token ids
+        found += _unknown_in_parts("input", items)
+    return found
 
 
-def _unknown_in_parts(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+def _unknown_in_parts(field: str, messages: Sequence[object]) -> Iterator[str]:
     """What is no message or part is the renderer's to refuse."""
     for number, message in enumerate(messages):
-        content = message.get("content")
+        content = message.get("content") if isinstance(message, dict) else None
         if not isinstance(content, list):
             continue
         for index, part in enumerate(content):
             known = _known_fields(part)
             if known is None or (part.keys() <= known and part["type"] not in MEDIA_FIELDS):
                 continue
-            where = f"messages[{number}].content[{index}]."
+            where = f"{field}[{number}].content[{index}]."
             yield from (where + name for name in part.keys() - known if part[name] is not None)
             inner = part.get(part["type"])
             if isinstance(inner, dict):

@@ -28,7 +28,7 @@ from starlette.responses import Response
 from lookonce.errors import BadRequestError
 from lookonce.frontend.generation import Piece, Sample
 from lookonce.frontend.requests import ChatRequest, JsonSchemaFormat, ResponseFormat
-from lookonce.frontend.responses import ToolCallDelta
+from lookonce.frontend.responses import ReuseReceipt, ToolCallDelta
 from lookonce.frontend.tools.calls import (
     Function,
     NamedChoice,
@@ -158,6 +158,8 @@ class AnthropicMessage(msgspec.Struct, kw_only=True):
     stop_reason: str | None = None
     stop_sequence: str | None = None
     usage: AnthropicUsage
+    reuse_receipt: ReuseReceipt | UnsetType = UNSET
+    """Ours, where the request asks for it (`X-Reuse-Receipt: 1`)."""
 
 
 class AnthropicEvent(msgspec.Struct, kw_only=True):
@@ -169,6 +171,8 @@ class AnthropicEvent(msgspec.Struct, kw_only=True):
     content_block: Json | UnsetType = UNSET
     delta: Json | UnsetType = UNSET
     usage: AnthropicUsage | UnsetType = UNSET
+    reuse_receipt: ReuseReceipt | UnsetType = UNSET
+    """In `message_delta`, which tells how the message ended."""
 
 
 class TokenCount(msgspec.Struct):
@@ -241,7 +245,7 @@ def _chat_request(asked: CountTokensRequest, read: ReadInput) -> ChatRequest:
         messages=read.messages,
         model=asked.model,
         tools=[_tool(tool, number) for number, tool in enumerate(asked.tools or ())] or None,
-        tool_choice=choice if asked.tools else None,
+        tool_choice=choice if asked.tools or choice not in ("auto", "none") else None,
         parallel_tool_calls=parallel,
         response_format=_format(asked.output_config),
         chat_template_kwargs=asked.chat_template_kwargs,
@@ -406,12 +410,9 @@ def _document(block: Mapping[str, Any], param: str) -> Iterator[NamedPart]:
     kind = source.get("type") if isinstance(source, Mapping) else None
     if not isinstance(source, Mapping) or kind not in ("base64", "url", "text", "content"):
         raise BadRequestError(f"{where}: base64, url, text and content are served", param=where)
-    if kind == "base64":
-        data = f"data:{source.get('media_type')};base64,{source.get('data')}"
-        yield param, {"type": "file", "file": {"file_data": data, "filename": title}}
-        return
-    if kind == "url":
-        yield param, {"type": "file", "file": {"file_url": source.get("url"), "filename": title}}
+    if kind in ("base64", "url"):
+        field = "file_data" if kind == "base64" else "file_url"
+        yield param, {"type": "file", "file": {field: _url_of(source, where), "filename": title}}
         return
     if title:
         yield f"{param}.title", {"type": "text", "text": f"[{title}]\n"}
@@ -428,20 +429,31 @@ def _document(block: Mapping[str, Any], param: str) -> Iterator[NamedPart]:
 
 def _part(block: Any, param: str) -> Json:
     kind = block.get("type") if isinstance(block, Mapping) else None
-    if kind == "text" and isinstance(block.get("text"), str):
-        return {"type": "text", "text": block["text"]}
-    if kind == "image" and isinstance(block.get("source"), Mapping):
-        source = block["source"]
-        if source.get("type") == "url":
-            return {"type": "image_url", "image_url": {"url": source.get("url")}}
-        if source.get("type") == "base64":
-            url = f"data:{source.get('media_type')};base64,{source.get('data')}"
-            return {"type": "image_url", "image_url": {"url": url}}
-        param = f"{param}.source"
+    if kind == "text":
+        return {"type": "text", "text": _text(block, "text", param)}
+    if kind == "image":
+        source, where = block.get("source"), f"{param}.source"
+        if not isinstance(source, Mapping) or source.get("type") not in ("base64", "url"):
+            raise BadRequestError(f"{where}: base64 and url are served", param=where)
+        return {"type": "image_url", "image_url": {"url": _url_of(source, where)}}
     raise BadRequestError(
         f"{param}: text, image (base64 or url), document, tool_use and tool_result are served",
         param=param,
     )
+
+
+def _url_of(source: Mapping[str, Any], param: str) -> str:
+    """Of a source of type url, or base64: then a data URL."""
+    if source["type"] == "url":
+        return _text(source, "url", param)
+    return f"data:{source.get('media_type')};base64,{_text(source, 'data', param)}"
+
+
+def _text(fields: Mapping[str, Any], name: str, param: str) -> str:
+    value = fields.get(name)
+    if not isinstance(value, str):
+        raise BadRequestError(f"{param}.{name}: must be a text", param=f"{param}.{name}")
+    return value
 
 
 def _call(block: Mapping[str, Any], param: str) -> Json:
@@ -544,6 +556,7 @@ class MessagesBuilder(ChatResponseBuilder):
         message = self._message()
         message.content = self._content
         message.stop_reason, message.stop_sequence = self._stop(sample)
+        message.reuse_receipt = self._context.receipt()
         return message
 
     def chunks(self, piece: Piece) -> Iterator[AnthropicEvent]:
@@ -557,6 +570,7 @@ class MessagesBuilder(ChatResponseBuilder):
                 type="message_delta",
                 delta={"stop_reason": reason, "stop_sequence": sequence},
                 usage=self._usage(),
+                reuse_receipt=self._context.receipt(),
             )
             yield AnthropicEvent(type="message_stop")
 

@@ -28,6 +28,7 @@ def of(*blocks, role="user"):
     return {**HELLO, "messages": [{"role": role, "content": list(blocks)}]}
 
 
+BASE64 = {"type": "base64", "media_type": "image/png"}
 REFUSED = [
     ({**HELLO, "messages": [{"role": "robot", "content": "hi"}]}, "messages[0].role"),
     ({**HELLO, "messages": [{"role": "user"}]}, "messages[0].content"),
@@ -54,6 +55,17 @@ REFUSED = [
     ({**HELLO, "tools": [{**TOOL, "type": "bash_20250124"}]}, "tools[0].type"),
     ({**HELLO, "tools": [TOOL, TOOL]}, "tools[1].name"),
     ({**HELLO, "tools": [TOOL], "tool_choice": {"type": "all"}}, "tool_choice.type"),
+    ({**HELLO, "tool_choice": {"type": "any"}}, "tool_choice"),
+    ({**HELLO, "tool_choice": {"type": "tool", "name": "zz"}}, "tool_choice"),
+    (of({"type": "text", "text": 5}), "messages[0].content[0].text"),
+    (of({"type": "image", "source": 5}), "messages[0].content[0].source"),
+    (of({"type": "image", "source": {"type": "url"}}), "messages[0].content[0].source.url"),
+    (
+        of({"type": "image", "source": {**BASE64, "data": None}}),
+        "messages[0].content[0].source.data",
+    ),
+    (of({"type": "document", "source": {"type": "url", "url": 5}}), "content[0].source.url"),
+    (of({"type": "document", "source": {**BASE64, "data": 5}}), "content[0].source.data"),
     ({**HELLO, "temperature": -1}, "temperature"),
     ({**HELLO, "stop_sequences": [""]}, "stop_sequences"),
 ]
@@ -68,6 +80,21 @@ def test_what_cannot_be_is_refused_by_name_in_anthropic_s_shape(on_site, body, n
         assert answer.json()["type"] == "error"
         assert answer.json()["error"]["type"] == "invalid_request_error"
         assert named in answer.json()["error"]["message"]
+
+    on_site(scenario)
+
+
+def test_who_asks_for_a_receipt_gets_one(on_site):
+    async def scenario(site):
+        asked = {"X-Reuse-Receipt": "1"}
+        whole = await site.client.post("/v1/messages", json=HELLO, headers=asked)
+        assert whole.json()["reuse_receipt"]["prompt_tokens"] > 0
+        assert "reuse_receipt" not in (await site.client.post("/v1/messages", json=HELLO)).json()
+        stream = {**HELLO, "stream": True}
+        answer = await site.client.post("/v1/messages", json=stream, headers=asked)
+        told = [event for event in stream_events(answer.text) if "reuse_receipt" in event]
+        assert [event["type"] for event in told] == ["message_delta"]
+        assert told[0]["reuse_receipt"] == whole.json()["reuse_receipt"]
 
     on_site(scenario)
 
