@@ -25,12 +25,14 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
+import contextlib
 import errno
 import fcntl
 import heapq
 import ipaddress
 import logging
 import math
+import os
 import resource
 import select
 import socket
@@ -1320,6 +1322,21 @@ def allowed_connections(limits: ConnectionConfig, descriptors: int = 1) -> int:
             soft,
         )
     return min(limits.max_connections, possible)
+
+
+def grow_descriptor_table(num_descriptors: int) -> None:
+    """Make the system's table of this process's descriptors so large, as far as it may be.
+
+    Linux doubles it when it is full, within the `accept` of the 64th or 128th descriptor, and waits
+    there for all cores to have left the old one (`synchronize_rcu`, 10 to 20 ms): the event loop
+    would stand still for everybody.
+    """
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    least = (
+        num_descriptors - 1 if soft == resource.RLIM_INFINITY else min(num_descriptors, soft) - 1
+    )
+    with contextlib.suppress(OSError), open(os.devnull, "rb") as file:
+        os.close(fcntl.fcntl(file.fileno(), fcntl.F_DUPFD_CLOEXEC, least))
 
 
 def _keep_alive(listener: socket.socket) -> None:

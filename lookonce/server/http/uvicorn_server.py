@@ -13,10 +13,12 @@ from collections.abc import Iterator
 import uvicorn
 
 from lookonce.server.http.connections import (
+    SPARE_DESCRIPTORS,
     Acceptor,
     Connections,
     HttpProtocol,
     allowed_connections,
+    grow_descriptor_table,
 )
 from lookonce.server.http.websocket import (
     MAX_MESSAGE_BYTES,
@@ -85,7 +87,9 @@ class AcceptingServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         assert sockets, "serve(sockets=[listener])"
         await self.lifespan.startup()
-        self._connections.most = allowed_connections(self._connections.limits, self.descriptors)
+        most = allowed_connections(self._connections.limits, self.descriptors)
+        self._connections.most = most
+        grow_descriptor_table(most * self.descriptors + 2 * SPARE_DESCRIPTORS)
         acceptor = Acceptor(sockets[0], self._connections, self._protocol, self._tls)
         acceptor.resume()
         self.servers = [acceptor]  # type: ignore[list-item]  # closed as asyncio's servers are
