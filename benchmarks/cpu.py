@@ -155,7 +155,7 @@ def measure(
     report.notes.append(
         f"tokens/s as a client of an engine process sees them; prompts of {prompt} tokens for "
         f"prefill, of {SHORT_PROMPT} before {steps} decode steps; medians of {turns} turns; "
-        f"{_num_threads()} threads"
+        f"{usable_cores()} threads"
     )
     if not peers:
         report.notes.append(
@@ -171,14 +171,10 @@ def model_config(folder: Path, kind: str) -> ModelConfig:
     return ModelConfig(str(folder), "bench", dtype=dtype, quantize=quantize)
 
 
-def _num_threads() -> int:
-    return usable_cores()
-
-
 def read_seconds(num_bytes: int) -> float:
     """The shortest time of a plain read of so many bytes, by all cores."""
     before = torch.get_num_threads()
-    torch.set_num_threads(_num_threads())
+    torch.set_num_threads(usable_cores())
     numbers = torch.ones(num_bytes // 4)
     best = float("inf")
     try:
@@ -327,7 +323,7 @@ def _peer_rates(
     folder: Path, kind: str, batches: Sequence[int], prompt: int, steps: int, turns: int
 ) -> Rates:
     """In a process of its own, which ends before ours is measured again."""
-    numbers = (prompt, SHORT_PROMPT, steps, turns, _num_threads(), *batches)
+    numbers = (prompt, SHORT_PROMPT, steps, turns, usable_cores(), *batches)
     command = [*PEER, str(folder), kind, *map(str, numbers)]
     done = subprocess.run(
         command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=True

@@ -683,6 +683,11 @@ def measure(folder: str, server: RunningServer) -> tuple[Prices, list[Report]]:
     return prices, [report, requests]
 
 
+def write_prices(prices: Prices, path: Path) -> None:
+    """For `read_prices`."""
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(prices), indent=1) + b"\n")
+
+
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         "lookonce bench prices",
@@ -696,6 +701,5 @@ def main(arguments: Sequence[str]) -> int:
         prices, reports = measure(str(NANO_FOLDER), server)
     publish(reports, None)
     if options.json is not None:
-        written = msgspec.json.format(msgspec.json.encode(prices), indent=1)
-        options.json.write_bytes(written + b"\n")
+        write_prices(prices, options.json)
     return 0

@@ -31,7 +31,7 @@ import numpy as np
 
 from benchmarks.load_generator import Arrivals, LoadResult, run_load
 from benchmarks.pictures import data_url, distinct_pictures
-from benchmarks.prices import measure
+from benchmarks.prices import measure, write_prices
 from benchmarks.report import Report, publish
 from benchmarks.running_server import running_server, set_environment
 from lookonce.config import NANO_FOLDER
@@ -257,23 +257,36 @@ class Folder:
         return loads
 
 
-def write_prices(prices: Prices, path: Path) -> None:
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(prices), indent=1) + b"\n")
-
-
-def measured_prices() -> tuple[Prices, list[Report]]:
-    with running_server() as server:
-        return measure(str(NANO_FOLDER), server)
-
-
 def serve(rate: float, asked: Sequence[bytes], log: Path, seed: int) -> Kept:
     """Give a server with a request log what is asked, at so many requests a second."""
-    log.unlink(missing_ok=True)
     with running_server(["--request-log", str(log)]) as server:
         # One after another: a first request at a rate would find a cold client.
         run_load(server.url, [], asked[:WARM_UP], Arrivals(concurrency=1))
         real = run_load(server.url, [], asked[WARM_UP:], Arrivals(rate=rate, seed=seed))
         return Kept.of(real, server.metrics())
+
+
+def serve_round(options: argparse.Namespace, folder: Folder, number: int) -> None:
+    """All rates, with requests of this round's own."""
+    for place, rate in enumerate(options.rate):
+        seed = 100 * (options.rounds * place + number)
+        asked = bodies(
+            options.requests + WARM_UP,
+            pictures=options.pictures,
+            turns=options.turns,
+            tokens=options.tokens,
+            seed=seed,
+        )
+        real = serve(rate, asked, folder.log(rate, number), seed)
+        folder.client(rate, number).write_bytes(msgspec.json.encode(real))
+
+
+def measure_prices(folder: Folder, number: int) -> list[Report]:
+    """The prices after a round; tables of them."""
+    with running_server() as server:
+        prices, tables = measure(str(NANO_FOLDER), server)
+    write_prices(prices, folder.prices(number))
+    return tables
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -282,11 +295,10 @@ def main(arguments: Sequence[str]) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--requests", type=int, default=200, help="at each rate in each round: 200")
-    parser.add_argument("--rounds", type=int, default=3, help="3")
-    parser.add_argument(
-        "--rate", type=float, nargs="+", default=[12.0], help="requests a second: 12"
-    )
+    default = "default: %(default)s"
+    parser.add_argument("--requests", type=int, default=200, help=f"of each load; {default}")
+    parser.add_argument("--rounds", type=int, default=3, help=default)
+    parser.add_argument("--rate", type=float, nargs="+", default=[12.0], help="requests a second")
     parser.add_argument("--tokens", type=int, default=24, help="of each answer")
     parser.add_argument("--pictures", type=int, default=40)
     parser.add_argument("--turns", type=int, default=5)
@@ -298,39 +310,23 @@ def main(arguments: Sequence[str]) -> int:
     if options.rounds < 1:
         parser.error("--rounds: at least one")
     set_environment()
-    reports: list[Report] = []
     given = None if options.prices is None else read_prices(options.prices)
     if options.replay is not None:
         kept = Folder(options.replay)
         if not kept.rates():
             raise ConfigError(f"--replay: there are no logs of --keep-log in {kept.path}")
-        reports += [
-            compare(f"twin, {rate:g}/s, again", kept.loads(rate, given)) for rate in kept.rates()
-        ]
+        reports = [compare(f"twin, {r:g}/s, again", kept.loads(r, given)) for r in kept.rates()]
         publish(reports, options.json)
         return 0
     with tempfile.TemporaryDirectory() as scratch:
         folder = Folder(options.keep_log or Path(scratch))
         folder.path.mkdir(parents=True, exist_ok=True)
         folder.clear()
-        for number in range(options.rounds + 1):
-            for place, rate in enumerate(options.rate if number else ()):
-                seed = 100 * (options.rounds * place + number)
-                asked = bodies(
-                    options.requests + WARM_UP,
-                    pictures=options.pictures,
-                    turns=options.turns,
-                    tokens=options.tokens,
-                    seed=seed,
-                )
-                real = serve(rate, asked, folder.log(rate, number), seed)
-                folder.client(rate, number).write_bytes(msgspec.json.encode(real))
+        reports = [] if given is not None else measure_prices(folder, 0)
+        for number in range(1, options.rounds + 1):
+            serve_round(options, folder, number)
             if given is None:
-                prices, tables = measured_prices()
-                write_prices(prices, folder.prices(number))
-                reports += tables if number == options.rounds else []
-        reports += [
-            compare(f"twin, {rate:g}/s", folder.loads(rate, given)) for rate in options.rate
-        ]
+                reports = measure_prices(folder, number)
+        reports += [compare(f"twin, {r:g}/s", folder.loads(r, given)) for r in options.rate]
     publish(reports, options.json)
     return 0

@@ -23,7 +23,15 @@ import lookonce
 from lookonce.cli.preflight import num_cuda_devices, torch_has_cuda
 from lookonce.config import GIB
 from lookonce.render.media.sandbox import LANDLOCK_CREATE_RULESET, LANDLOCK_VERSION
-from lookonce.types.cpu import BF16_FLAGS, KERNEL_VARIANTS, affinity, cpu_flags, cpu_quota
+from lookonce.types.cpu import (
+    BF16_FLAGS,
+    CGROUPS,
+    KERNEL_VARIANTS,
+    affinity,
+    cpu_flags,
+    cpu_quota,
+    first_line,
+)
 from lookonce.types.network import connection_error
 
 State = Literal["ok", "slow", "bad"]
@@ -41,7 +49,6 @@ EXTRAS = (
 )
 """Name of an extra, its package, and what it is for."""
 PROC = Path("/proc")
-CGROUP = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +114,7 @@ def check_extras() -> Iterator[Finding]:
 
 
 def check_cores(
-    proc: Path = PROC, cgroup: Path = CGROUP, cores: frozenset[int] | None = None
+    proc: Path = PROC, cgroup: Path = CGROUPS, cores: frozenset[int] | None = None
 ) -> Iterator[Finding]:
     """Cores this process may use, less what a container's quota takes, and who else uses them."""
     cores = affinity() if cores is None else cores
@@ -121,7 +128,7 @@ def check_cores(
         yield Finding("cores", "slow", found, "Decoding of media and the model take turns.")
     else:
         yield Finding("cores", "ok", found)
-    load = _line(proc / "loadavg").partition(" ")[0]
+    load = first_line(proc / "loadavg").partition(" ")[0]
     if load and float(load) > usable:
         advice = "Other programs use the cores, too: answers will take longer."
         yield Finding("load", "slow", f"{float(load):g} on {usable:g} cores", advice)
@@ -154,7 +161,7 @@ def check_kernels(flags: frozenset[str] | None = None) -> Iterator[Finding]:
         yield Finding("bf16", "ok", "multiplied by this CPU", advice)
 
 
-def check_memory(proc: Path = PROC, cgroup: Path = CGROUP) -> Iterator[Finding]:
+def check_memory(proc: Path = PROC, cgroup: Path = CGROUPS) -> Iterator[Finding]:
     """Memory that is free, by the machine and by the container."""
     sizes = {
         name: int(rest.split()[0]) * 1024
@@ -167,9 +174,9 @@ def check_memory(proc: Path = PROC, cgroup: Path = CGROUP) -> Iterator[Finding]:
         return
     free, whole = sizes.get("MemAvailable", 0), sizes.get("MemTotal", 0)
     found = f"{free / GIB:.1f} of {whole / GIB:.1f} GiB free"
-    limit = _line(cgroup / "memory.max")
+    limit = first_line(cgroup / "memory.max")
     if limit.isdecimal() and int(limit) < whole:
-        left = int(limit) - int(_line(cgroup / "memory.current") or 0)
+        left = int(limit) - int(first_line(cgroup / "memory.current") or 0)
         free = min(free, left)
         found += f"; the container may have {int(limit) / GIB:.1f} GiB, {left / GIB:.1f} are left"
     if free < MIN_MEMORY:
@@ -291,7 +298,3 @@ def _text(path: Path) -> str:
         return path.read_text()
     except OSError:
         return ""
-
-
-def _line(path: Path) -> str:
-    return _text(path).partition("\n")[0].strip()

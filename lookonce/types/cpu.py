@@ -75,10 +75,10 @@ def _groups(cgroups: Path, own: Path) -> Iterator[Path]:
 
 
 def _quota_of(directory: Path) -> CpuQuota | None:
-    quota, _, period = _line(directory / "cpu.max").partition(" ")
+    quota, _, period = first_line(directory / "cpu.max").partition(" ")
     if not quota:
-        quota = _line(directory / "cpu.cfs_quota_us")
-        period = _line(directory / "cpu.cfs_period_us")
+        quota = first_line(directory / "cpu.cfs_quota_us")
+        period = first_line(directory / "cpu.cfs_period_us")
     if not (quota.isdecimal() and period.isdecimal() and int(quota) and int(period)):
         return None  # "max" or -1: none
     try:
@@ -88,9 +88,10 @@ def _quota_of(directory: Path) -> CpuQuota | None:
     return CpuQuota(int(quota) / int(period), group)
 
 
-def _line(file: Path) -> str:
+def first_line(file: Path) -> str:
+    """Of a file in which the system tells something; empty where there is none."""
     try:
-        return file.read_text().strip()
+        return file.read_text().partition("\n")[0].strip()
     except (OSError, UnicodeDecodeError):
         return ""
 

@@ -35,9 +35,8 @@ def parts_of(value: object) -> Iterator[tuple[object, Place]]:
 
 
 def place_name(place: Place, param: str) -> str:
-    """`param` and the way from there, as in `param.key[2]`; long keys are cut. What is no Unicode
-    in keys that Python's decoder takes (half of a pair of surrogates) is left out: an error must be
-    sent."""
+    """`param` and the way from there, as in `param.key[2]`; long keys are cut. Python's decoder
+    takes keys with half of a pair of surrogates, which no answer could hold: it becomes `?`."""
     names: list[str] = []
     while place is not None:
         place, key = place

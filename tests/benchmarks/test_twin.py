@@ -8,7 +8,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from benchmarks.twin import WARM_UP, Folder, Kept, main, replay, write_prices
+from benchmarks.prices import write_prices
+from benchmarks.twin import WARM_UP, Folder, Kept, main, replay
 from lookonce.errors import ConfigError
 from lookonce.simulate.prices import Prices
 from lookonce.simulate.trace import read_trace

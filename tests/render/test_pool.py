@@ -13,7 +13,7 @@ import sys
 import threading
 import weakref
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from io import BytesIO
 from pathlib import Path
 
@@ -47,6 +47,7 @@ from lookonce.render.media.pool import (
 from lookonce.render.media.processing import MediaJob, Processed, Processing, ProcessingSettings
 from lookonce.types import cpu
 from lookonce.types.media import ProcessedItem
+from tests.support.chaos import descendants
 from tests.support.forked import fork_server_of
 from tests.support.render.doubles import until
 from tests.support.render.fake_worker import EXPANSIONS, PAGES, TIMES
@@ -248,27 +249,13 @@ def test_a_worker_that_died_idle_is_replaced_before_the_next_job(
 ) -> None:
     monkeypatch.setattr(pool_module, "IDLE_LOOK_SECONDS", 0.05)
 
-    def descendants() -> set[int]:
-        """Of this process; workers may be children of a fork server."""
-        parents = {}
-        for folder in Path("/proc").glob("[0-9]*"):
-            with suppress(OSError):  # it has just ended
-                state, parent = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
-                if state != "Z":
-                    parents[int(folder.name)] = int(parent)
-        found, size = {os.getpid()}, 0
-        while len(found) > size:
-            size = len(found)
-            found |= {pid for pid, parent in parents.items() if parent in found}
-        return found
-
     async def scenario() -> None:
         async with fake_pool() as pool:
             before = worker_of(await pool.run(job()))
-            others = descendants() - {before}
+            others = descendants(os.getpid()) - {before}
             os.kill(before, signal.SIGKILL)
-            await until(lambda: descendants() - others - {before})
-            started = descendants() - others
+            await until(lambda: descendants(os.getpid()) - others - {before})
+            started = descendants(os.getpid()) - others
             assert worker_of(await pool.run(job())) in started
             assert "a media worker was killed while it had nothing to do" in caplog.text
 

@@ -64,6 +64,21 @@ def of_kind(server: LiveServer, kind: str) -> list[int]:
     return sorted(pid for pid, command in processes(server).items() if kind in command)
 
 
+def descendants(pid: int) -> set[int]:
+    """Living processes that this one, or one of these, has started."""
+    parents = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has just ended
+            state, parent, _, _ = _stat(int(folder.name))
+            if state != "Z":
+                parents[int(folder.name)] = parent
+    found: set[int] = set()
+    more = {pid}
+    while more := {each for each, parent in parents.items() if parent in more}:
+        found |= more
+    return found
+
+
 def _stat(pid: int) -> tuple[str, int, int, int]:
     """State, parent, process group and session."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

@@ -396,18 +396,17 @@ class MediaPool:
         idle_look = IDLE_LOOK_SECONDS
         while not self._closed:
             queued = self._next(idle_look)
-            if queued is None:
-                lacks_worker = not self._closed and self._workers.own_has_ended()
-                if lacks_worker:
-                    idle_look = min(2 * idle_look, MOST_IDLE_LOOK_SECONDS)
-            else:
+            if queued is not None:
                 idle_look = IDLE_LOOK_SECONDS
                 self._process(queued)
                 if not self._closed:
                     self._discard_if_large(queued)
-                lacks_worker = True
+            elif not self._closed and self._workers.own_has_ended():
+                idle_look = min(2 * idle_look, MOST_IDLE_LOOK_SECONDS)
+            else:
+                continue
             del queued  # its item must not be kept while this thread waits
-            if lacks_worker and not self._closed:
+            if not self._closed:
                 with contextlib.suppress(Exception):
                     self._workers.ensure_worker()
 

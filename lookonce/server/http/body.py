@@ -153,8 +153,6 @@ def _deeper(frames: int, work: Callable[[], D]) -> D:
 def _takes_long(body: bytes) -> bool:
     """Whether decoding may take long. Base64 media have no commas and are plain texts; the search
     for one byte passes over 10 MB in less than a millisecond."""
-    if len(body) <= SMALL_BODY_BYTES:
-        return False
     at = -1
     for _ in range(FEW_VALUES):
         at = body.find(b",", at + 1)
@@ -260,6 +258,14 @@ def renamed_error(error: RequestError, param: str) -> RequestError:
     renamed.args = (renamed.message,)
     renamed.param = param
     return renamed
+
+
+def message_place(param: str) -> tuple[int, str] | None:
+    """The number of a message and what of it is named, of `messages[2].content`; None of other
+    names."""
+    head, bracket, rest = param.partition("]")
+    number = head.removeprefix("messages[")
+    return (int(number), rest) if bracket and number.isdecimal() else None
 
 
 @contextmanager

@@ -241,8 +241,9 @@ class HttpProtocol(UnreadProtocol, HttpToolsProtocol):
 
     def _let_go(self) -> None:
         """Of all that refers to this connection, so that it is freed at once. Thousands that are
-        refused each second would else wait for a garbage collection, and leave memory in pieces."""
-        self.cycle = self.scope = self._served = None  # type: ignore[assignment]
+        refused each second would else wait for a garbage collection, and leave memory in pieces.
+        uvicorn's types know no connection that has ended."""
+        self.cycle = self.scope = self.parser = self._served = None  # type: ignore[assignment]
         self.pipeline.clear()
         if self.flow is not None:
             self.flow.end()
@@ -477,7 +478,6 @@ class HttpProtocol(UnreadProtocol, HttpToolsProtocol):
         protocol.connection_made(self.transport)
         protocol.data_received(b"\r\n".join([*lines, b"", b""]))
         self.transport.set_protocol(protocol)
-        self.parser = None  # type: ignore[assignment]
         self._let_go()
 
     def _check_header_size(self) -> None:
@@ -1332,11 +1332,10 @@ def grow_descriptor_table(num_descriptors: int) -> None:
     would stand still for everybody.
     """
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    least = (
-        num_descriptors - 1 if soft == resource.RLIM_INFINITY else min(num_descriptors, soft) - 1
-    )
+    if soft != resource.RLIM_INFINITY:
+        num_descriptors = min(num_descriptors, soft)
     with contextlib.suppress(OSError), open(os.devnull, "rb") as file:
-        os.close(fcntl.fcntl(file.fileno(), fcntl.F_DUPFD_CLOEXEC, least))
+        os.close(fcntl.fcntl(file.fileno(), fcntl.F_DUPFD_CLOEXEC, num_descriptors - 1))
 
 
 def _keep_alive(listener: socket.socket) -> None:

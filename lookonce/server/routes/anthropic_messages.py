@@ -245,7 +245,7 @@ def _chat_request(asked: CountTokensRequest, read: ReadInput) -> ChatRequest:
         messages=read.messages,
         model=asked.model,
         tools=[_tool(tool, number) for number, tool in enumerate(asked.tools or ())] or None,
-        tool_choice=choice if asked.tools or choice not in ("auto", "none") else None,
+        tool_choice=choice,
         parallel_tool_calls=parallel,
         response_format=_format(asked.output_config),
         chat_template_kwargs=asked.chat_template_kwargs,
@@ -353,8 +353,8 @@ def _blocks(role: str, content: list[Any], param: str, read: ReadInput) -> None:
             case "tool_use":
                 calls.append((where, _call(block, where)))
             case "thinking":
-                thought = _thinking(block, where) if role == "assistant" else ""
-                read.thoughts.append(thought)
+                if role == "assistant":
+                    read.thoughts.append(_thinking(block, where))
             case "redacted_thinking":
                 pass
             case _:
@@ -416,15 +416,14 @@ def _document(block: Mapping[str, Any], param: str) -> Iterator[NamedPart]:
         return
     if title:
         yield f"{param}.title", {"type": "text", "text": f"[{title}]\n"}
-    inside = f"{where}.{'data' if kind == 'text' else 'content'}"
-    given = source.get("data" if kind == "text" else "content")
-    if isinstance(given, str):
-        yield inside, {"type": "text", "text": given.removesuffix("\n") + "\n"}
-    elif kind == "content" and isinstance(given, list):
-        for number, each in enumerate(given):
-            yield f"{inside}[{number}]", _part(each, f"{inside}[{number}]")
-    else:
-        raise BadRequestError(f"{inside}: must be a text", param=inside)
+    field = "data" if kind == "text" else "content"
+    if kind == "content" and isinstance(source.get(field), list):
+        for number, each in enumerate(source[field]):
+            inside = f"{where}.{field}[{number}]"
+            yield inside, _part(each, inside)
+        return
+    text = _text(source, field, where).removesuffix("\n") + "\n"
+    yield f"{where}.{field}", {"type": "text", "text": text}
 
 
 def _part(block: Any, param: str) -> Json:
@@ -484,7 +483,7 @@ BLOCK_FIELDS = {
     ".function.arguments": ".input",
     ".function": "",
 }
-"""Fields of a chat's tool message or tool call → their names in a block."""
+"""See `ReadInput.fields`."""
 CHAT_NAMES = {
     ".function.parameters": ".input_schema",
     ".function": "",

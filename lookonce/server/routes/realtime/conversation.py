@@ -10,6 +10,7 @@ import msgspec
 import pybase64
 
 from lookonce.errors import BadRequestError, TooLargeError
+from lookonce.server.http.body import message_place
 from lookonce.server.realtime_sessions import ByteBudget, full_error
 from lookonce.server.routes.realtime.audio import AudioFormat, Clip
 from lookonce.server.routes.realtime.events import ContentPart, ConversationItem, new_id
@@ -274,12 +275,12 @@ class ChatMessages:
 
     def renamed(self, param: str) -> str:
         """`messages[1].content[0]` → `item_ab.content[0]`; other names stay as they are."""
-        head, bracket, rest = param.partition("]")
-        number = head.removeprefix("messages[")
-        if bracket and number.isdecimal() and int(number) < len(self.origins):
-            origin = self.origins[int(number)]
-            return origin if origin == "instructions" else origin + rest
-        return "conversation" if param == "messages" else param
+        place = message_place(param)
+        if place is None or place[0] >= len(self.origins):
+            return "conversation" if param == "messages" else param
+        number, rest = place
+        origin = self.origins[number]
+        return origin if origin == "instructions" else origin + rest
 
 
 def chat_bytes(items: Sequence[Item]) -> int:

@@ -37,6 +37,7 @@ from lookonce.frontend.tools.calls import (
     read_tools,
 )
 from lookonce.render.prompt.placeholders import refuse_reserved
+from lookonce.server.http.body import message_place
 from lookonce.types.sampling import Grammar
 
 LOGPROBS = "message.output_text.logprobs"
@@ -209,7 +210,7 @@ ITEM_FIELDS = {
     ".function": "",
     ".id": ".call_id",
 }
-"""Fields of a chat's tool message or tool call → their names in an item."""
+"""See `ReadInput.fields`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +229,8 @@ class Origin:
 class ReadInput:
     """Input items as messages."""
 
-    fields: Mapping[str, str] = field(default_factory=lambda: ITEM_FIELDS)
+    fields: Mapping[str, str]
+    """Of a chat's tool message or tool call → their names in the request."""
     messages: list[Json] = field(default_factory=list)
     origins: list[Origin] = field(default_factory=list)
     """One per message."""
@@ -255,16 +257,16 @@ class ReadInput:
     def renamed(self, param: str) -> str:
         """The name in the request of a part of `messages`: `messages[1].content` →
         `input[0].content`. Other names stay as they are."""
-        head, bracket, rest = param.partition("]")
-        number = head.removeprefix("messages[")
-        if not bracket or not number.isdecimal() or int(number) >= len(self.origins):
+        place = message_place(param)
+        if place is None or place[0] >= len(self.origins):
             return "input" if param == "messages" else param
-        origin = self.origins[int(number)]
+        number, rest = place
+        origin = self.origins[number]
         name, bracket, more = rest.partition("[")
-        place, _, inside = more.partition("]")
+        index, _, inside = more.partition("]")
         named = {".content": origin.parts, ".tool_calls": origin.calls}.get(name, ())
-        if place.isdecimal() and int(place) < len(named):
-            return named[int(place)] + self._own(inside)
+        if index.isdecimal() and int(index) < len(named):
+            return named[int(index)] + self._own(inside)
         if name == ".tool_calls" and origin.calls:
             return origin.calls[0]
         if name == ".content":
@@ -288,7 +290,7 @@ def read_input(
     """The messages of a chat: `instructions`, the stored items `before`, which errors call by
     `before_name`, and `given`. Raises `BadRequestError` naming the item at fault; parts are checked
     by the renderer."""
-    read = ReadInput()
+    read = ReadInput(ITEM_FIELDS)
     if instructions:
         origin = Origin("instructions", "instructions")
         read.add({"role": "system", "content": instructions}, origin)
