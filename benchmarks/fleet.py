@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import itertools
 import json
 import random
@@ -55,6 +56,7 @@ from lookonce.errors import UnavailableError
 from lookonce.fleet.identity import Processor, identify_body
 from lookonce.fleet.members import EngineAddress
 from lookonce.fleet.router import Router
+from lookonce.types.scheduling import run_when_woken
 from tests.support.model_folders.make import make_folder
 
 WORKLOADS = ("zipf", "agents", "new")
@@ -570,7 +572,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--turns", type=int, default=8, help="requests of a client in a round")
-    parser.add_argument("--pause", type=float, default=0.5, help="seconds, on average")
+    parser.add_argument("--pause", type=float, default=0.02, help="seconds, on average")
     parser.add_argument("--size", default="256", help="of pictures")
     parser.add_argument("--repeats", type=int, default=60)
     parser.add_argument(
@@ -579,6 +581,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--json", type=Path)
     given = parser.parse_args(arguments)
     set_environment()
+    gc.disable()  # of this process: clients elsewhere would not wait for it
     reports: list[Report] = []
     if "decision" in given.parts:
         reports.append(decision_report(given.engines))
@@ -596,6 +599,7 @@ def _served_reports(given: argparse.Namespace) -> list[Report]:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             model = str(make_folder("qwen2_5_vl", folder / "bench", scale="8m"))
         engines = stack.enter_context(running_engines(model, given.engines))
+        run_when_woken()  # clients elsewhere would not wait for a core of these machines
         if "path" in given.parts:
             ways = ("price", f"renders={model}") if given.renders else ("price",)
             with running_server([model, *ENGINE_OPTIONS]) as alone, ExitStack() as opened:

@@ -39,6 +39,8 @@ from lookonce.fleet.identity import Identity
 from lookonce.fleet.members import EngineAddress, Fleet
 from lookonce.fleet.router import EngineState, NoEngineError, Route, Router, Work
 from lookonce.fleet.server import FrontendServer
+from lookonce.types.memory import settle_memory
+from lookonce.types.scheduling import prefer_event_loop
 
 MATCH_RATE = 0.1
 """`match_rate_threshold` of Ray's router."""
@@ -172,6 +174,7 @@ def _text(value: Any) -> str:
 
 async def _serve(engines: Sequence[EngineAddress], wanted: Sequence[str]) -> None:
     """`wanted`: rules, or `renders=MODEL`; none: all rules."""
+    prefer_event_loop()
     config = resolve(Options(port=0)).server
     ports, fleets, running = {}, [], []
     stack = AsyncExitStack()
@@ -196,6 +199,7 @@ async def _serve(engines: Sequence[EngineAddress], wanted: Sequence[str]) -> Non
         fleets.append(fleet)
     while any(len(fleet.ready()) < len(engines) for fleet in fleets):  # noqa: ASYNC110
         await asyncio.sleep(0.05)
+    settle_memory()
     print(msgspec.json.encode(ports).decode(), flush=True)
     await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
     for server, task in running:

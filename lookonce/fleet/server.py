@@ -20,7 +20,6 @@ from lookonce.fleet.frontend import Frontend
 from lookonce.ipc.peer import peer_uid
 from lookonce.server.http.connections import Connections
 from lookonce.server.http.uvicorn_server import AcceptingServer
-from lookonce.types.memory import keep_freed_memory
 
 logger = logging.getLogger("lookonce.fleet")
 
@@ -127,10 +126,6 @@ class FrontendServer(AcceptingServer):
         self._drain_timeout = config.drain_timeout
         self._drained_at: float | None = None
         """On the event loop's clock: then `drain` ends what runs."""
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        keep_freed_memory()
-        await super().startup(sockets)
 
     async def drain(self) -> None:
         """Refuse new requests, and wait until those that run have ended: `drain_timeout` at most.

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import logging
 import os
 import signal
@@ -53,8 +52,8 @@ from lookonce.server.otlp import exporting
 from lookonce.server.services import Services, open_services
 from lookonce.server.warmup import warming_up
 from lookonce.types.logs import configure_logging
-from lookonce.types.memory import give_memory_back, keep_freed_memory
-from lookonce.types.scheduling import run_when_woken
+from lookonce.types.memory import settle_memory
+from lookonce.types.scheduling import prefer_event_loop
 from lookonce.types.stack_samples import listen_for_samples
 
 logger = logging.getLogger("lookonce.server")
@@ -64,20 +63,9 @@ CLOSING_SECONDS = 0.7
 waits a second (`timeout_graceful_shutdown`), and then writes an error."""
 CUT_OFF_SECONDS = 2.0
 """For requests that are cut off to tell their clients."""
-SWITCH_SECONDS = 0.0001
-"""How long a thread may hold the interpreter while another one waits for it. The event loop waits
-each time it has looked for events: with Python's 5 ms the ten turns that a short answer takes would
-cost 50 ms while one large chat is converted or rendered in a thread. Less gains nothing: each time,
-a thread that waits wakes up to ask again."""
 ENGINE_SECONDS = 10.0
 """How long a process that was restarted waits for the engine before it takes requests, which it
 would have to refuse; the other API processes take them meanwhile."""
-COLLECTED_AFTER = (2000, 2, 125)
-"""Thresholds of garbage collection. With Python's 700 the objects of a dozen streams would be
-searched again and again for cycles that are not there. A collection of the second generation is of
-6,000 objects, a millisecond or two in which no other thread runs: of ten times as many while a
-large chat is converted, with 5000 and Python's 10. The oldest is collected as often as with 5000,
-10 and 10."""
 
 
 class ApiStart(msgspec.Struct, frozen=True, kw_only=True):
@@ -180,17 +168,6 @@ async def _wait_for_engine(services: Services) -> None:
             await services.engine.wait_ready()
 
 
-def settle_memory() -> None:
-    """Exempt all objects that exist now from garbage collection, and collect the others in other
-    parts; what the start has freed goes back to the system, and what requests free is kept for the
-    next ones."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(*COLLECTED_AFTER)
-    give_memory_back()
-    keep_freed_memory()
-
-
 class DrainOnSignal:
     """Inside the block SIGTERM, or the parent's death, drains; a second SIGTERM ends at once.
 
@@ -284,8 +261,7 @@ def main(encoder: PromptEncoder | None = None) -> None:
         signal.signal(number, signal.SIG_IGN)
     start = msgspec.json.decode(_first_line(), type=ApiStart)
     os.environ.update(start.telemetry)
-    run_when_woken()
-    sys.setswitchinterval(SWITCH_SECONDS)
+    prefer_event_loop()
     configure_logging(f"api {start.index}", start.config.logs)
     listen_for_samples(Path(start.config.channel.address).parent, f"api {start.index}")
     logger.info("opening %s", start.config.model.folder)
