@@ -16,6 +16,11 @@ requests that are first in line. So it is done only where it pays:
     the budget of one step
     no prompt is being computed  items of requests that wait for blocks or a place are prepared
 
+**Encoder runs of one step** are as many as its budget has rows for, and as are worth it
+(`EncoderRows`): where several items in one run take as long as one by one, the first in line is
+encoded alone. Its first token comes after its own run, not after those of all others, and what
+needs none waits for one run at most.
+
 A prefetched output is held by no sequence. It leaves only when held outputs need its room, and is
 then encoded again by the chunk that needs it; nothing ever waits for a prefetch.
 """
@@ -34,6 +39,7 @@ from lookonce.core.request import Request, Sequence, SequenceState
 from lookonce.core.scheduler_state import SchedulerState
 from lookonce.types.media import MediaFeature, Modality, ProcessedItem
 from lookonce.types.step import EncodeItem, NewSequence, ReceivedOutput, ScheduledSequence
+from lookonce.types.step_costs import StepCosts
 
 MAX_PREFETCHED_SEQUENCES = 16
 """Sequences considered for prefetching in one step, of those that run and of those that wait."""
@@ -42,6 +48,10 @@ MAX_PREFETCHED_ITEMS = 64
 BROUGHT_ALONG = 3
 """Rows that are prefetched for each row that a step must encode. Even where items of one run share
 no cost, the first in line then waits at most so many times its own encoding."""
+FIXED_SHARE = 0.2
+"""Of the seconds of a step's encoder runs: that what they take whatever they encode may be."""
+SHORT_RUN_SECONDS = 0.01
+"""Encoder runs of one step that take no longer are not cut."""
 
 
 EncodeOwners: TypeAlias = list[tuple[Request, range]]
@@ -362,6 +372,28 @@ class StepPass:
         self.encoder.spend(rows)
         self.encode.append(EncodeItem(key, item, request.encoder_adapter))
         self.encode_owners.append((request, range(index, index + 1)))
+
+
+class EncoderRows:
+    """How many rows the encoder runs of one step should have, as measured.
+
+    So many that what a step takes whatever it encodes is a small part of it, or that it is short:
+    more would save little, and make all others wait. Where steps encode about the same for long,
+    that is forgotten, and one with more is tried again."""
+
+    def __init__(self, most: int) -> None:
+        """`most`: that the configuration allows, and as many while costs are not known."""
+        self._costs = StepCosts()
+        self._most = self.value = most
+
+    def note(self, rows: int, seconds: float) -> None:
+        """A step took `seconds` to encode this."""
+        self._costs.add(1, rows, seconds)
+        fixed, added = self._costs.fixed(), self._costs.added()
+        self.value = self._most
+        if fixed is not None and added is not None and added > 0:
+            worth = max(SHORT_RUN_SECONDS, fixed * (1 / FIXED_SHARE - 1))
+            self.value = min(self._most, round(worth / added))
 
 
 class EncoderBudget:

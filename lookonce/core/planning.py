@@ -24,6 +24,7 @@ from lookonce.core.encoder_connector_state import EncoderConnectorState
 from lookonce.core.encoder_scheduling import (
     EncodeOwners,
     EncoderPrefetcher,
+    EncoderRows,
     EncoderScheduler,
     Shortage,
     StepPass,
@@ -75,7 +76,7 @@ class Planner:
         self._max_num_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)
         """At most as many as a step has tokens, so that all of them can decode in one step."""
         self._max_tokens = config.max_num_batched_tokens
-        self._max_encoder_rows = config.max_encoder_tokens
+        self.encoder_rows = EncoderRows(config.max_encoder_tokens)
         self.step_id = 0
         """Of the last plan; counts them."""
         self._was_stalled = False
@@ -153,6 +154,7 @@ class Planner:
             shares.measures,
             step.encode_owners,
             self._state.clock() if step.encode else 0.0,
+            step.encoder.spent,
             [] if connector is None else connector.take_encoding(),
         )
 
@@ -173,7 +175,7 @@ class Planner:
         tokens = self._max_tokens
         if (most := shares.prompt_tokens) is not None:
             tokens = min(tokens, len(decodes) + most)
-        step = StepPass(self.step_id + 1, tokens, self._max_encoder_rows)
+        step = StepPass(self.step_id + 1, tokens, self.encoder_rows.value)
         if decodes:
             self._grow_decodes(decodes)
         first = self._plan_first(step) if fairness.starved else None
@@ -401,11 +403,13 @@ class PlanNotes(msgspec.Struct, frozen=True, gc=False):
     """The requests that its items are encoded for."""
     encodes_from: float
     """When it was made, if it encodes anything."""
+    encoder_rows: int
+    """That it encodes."""
     encoding: list[tuple[bytes, int]]
     """(key, rows) that it encodes and that external tiers are to keep."""
 
 
-NO_NOTES = PlanNotes(0.0, False, [], 0.0, [])
+NO_NOTES = PlanNotes(0.0, False, [], 0.0, 0, [])
 """Of most plans, which only decode."""
 
 

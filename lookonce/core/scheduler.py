@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from lookonce.config import SchedulerConfig
 from lookonce.core.decode_runs import DecodeRuns
 from lookonce.core.encoder_connector_state import EncoderConnectorState
+from lookonce.core.encoder_scheduling import EncoderRows
 from lookonce.core.frame_digests import FrameDigests
 from lookonce.core.kv_connector_state import KVConnectorState
 from lookonce.core.mm_features import FrameInputs
@@ -99,7 +100,11 @@ class Scheduler:
             state, model, config, preemption, self._kv_connector, self._encoder_connector
         )
         self._update = UpdateFromOutput(
-            state, self._sessions, self._kv_connector, self._encoder_connector
+            state,
+            self._sessions,
+            self._planner.encoder_rows,
+            self._kv_connector,
+            self._encoder_connector,
         )
         self.decode_runs = DecodeRuns(
             state,
@@ -403,11 +408,13 @@ class UpdateFromOutput:
         self,
         state: SchedulerState,
         sessions: Sessions,
+        encoder_rows: EncoderRows,
         kv_connector: KVConnectorState | None,
         encoder_connector: EncoderConnectorState | None = None,
     ) -> None:
         self._state = state
         self._sessions = sessions
+        self._encoder_rows = encoder_rows
         self._kv_connector = kv_connector
         self._encoder_connector = encoder_connector
 
@@ -473,7 +480,10 @@ class UpdateFromOutput:
         notes: PlanNotes,
     ) -> None:
         encodes_from = notes.encodes_from
-        encodes_to = encodes_from + sum(result.encode_seconds.values())
+        encode_seconds = sum(result.encode_seconds.values())
+        encodes_to = encodes_from + encode_seconds
+        if len(result.encode_seconds) == len(plan.encode) > 0:  # none failed
+            self._encoder_rows.note(notes.encoder_rows, encode_seconds)
         encoder_cache, encode_owners = self._state.encoder_cache, notes.encode_owners
         owners = ((r.reuse_stats, index) for r, indices in encode_owners for index in indices)
         for encoded, (stats, index) in zip(plan.encode, owners, strict=True):

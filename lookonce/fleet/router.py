@@ -51,6 +51,7 @@ from lookonce.fleet.subscriber import (
     PromptComputed,
 )
 from lookonce.types.lora import adapted_item_key
+from lookonce.types.step_costs import StepCosts
 from lookonce.types.tenant_lru import TenantLRU
 
 MAX_PROMPT_NODES = 200_000
@@ -88,11 +89,6 @@ that is measured."""
 LEAST_BESIDE = 0.1
 """The least share that is counted: beside what it adds to their steps, a request delays answers by
 its prompt."""
-DECODES_KEPT = 0.9
-"""Weight of earlier measurements of decode steps at a new one."""
-MIN_INDEPENDENT = 0.01
-"""Least 1 - r² of the numbers of steps and of tokens: with less, the fit cannot tell their costs
-apart."""
 MOST_IDLE = 0.003
 """Seconds that a request takes longer at an engine that has done nothing for a long time, and
 half of that after `HALF_IDLE` seconds, as `lookonce bench prices` finds it (docs/simulate.md)."""
@@ -168,30 +164,6 @@ class Work:
         )
 
 
-class DecodeSteps:
-    """What a decode step takes, and what each of its sequences adds: least squares of
-    seconds = steps x fixed + tokens x added, over measurements of which older ones count less."""
-
-    def __init__(self) -> None:
-        self._steps = self._both = self._tokens = 0.0
-        self._steps_seconds = self._tokens_seconds = 0.0
-
-    def add(self, steps: int, tokens: int, seconds: float) -> None:
-        self._steps = DECODES_KEPT * self._steps + steps * steps
-        self._both = DECODES_KEPT * self._both + steps * tokens
-        self._tokens = DECODES_KEPT * self._tokens + tokens * tokens
-        self._steps_seconds = DECODES_KEPT * self._steps_seconds + steps * seconds
-        self._tokens_seconds = DECODES_KEPT * self._tokens_seconds + tokens * seconds
-
-    def added(self) -> float | None:
-        """Seconds that a sequence adds to a step; None where all steps had about as many."""
-        independent = self._steps * self._tokens - self._both * self._both
-        if independent <= MIN_INDEPENDENT * self._steps * self._tokens:
-            return None
-        found = self._steps * self._tokens_seconds - self._both * self._steps_seconds
-        return found / independent
-
-
 class EngineState:
     """One engine as the router knows it."""
 
@@ -200,7 +172,7 @@ class EngineState:
         self.adapters: frozenset[str] = frozenset()
         """Names of LoRA adapters that it serves beside the model."""
         self.rates = Rates()
-        self._decode_steps = DecodeSteps()
+        self._decode_steps = StepCosts()
         self.num_loads = 0
         """Loads that told of work done since the one before."""
         self.accepts = True

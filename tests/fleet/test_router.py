@@ -32,7 +32,6 @@ from lookonce.fleet.identity import (
 from lookonce.fleet.index import short
 from lookonce.fleet.router import (
     LEAST_BESIDE,
-    DecodeSteps,
     EngineState,
     NoEngineError,
     QueuePrice,
@@ -748,31 +747,6 @@ def test_rates_are_those_that_engines_measure() -> None:
         fleet.router.apply(fast, [load(prompt_tokens=1000 + 1000 * n, prompt_seconds=1.0 + n)])
     assert slow.rates.prompt_token > 5 * fast.rates.prompt_token
     assert fleet.send(identity(chat("z" * 5000)))[1].engine is fast
-
-
-@given(
-    fixed=st.floats(1e-4, 1e-1),
-    added=st.floats(1e-5, 1e-1),
-    sizes=st.lists(st.integers(1, 64), min_size=2, max_size=40),
-)
-def test_what_a_sequence_adds_to_a_step_is_found(
-    fixed: float, added: float, sizes: list[int]
-) -> None:
-    decodes = DecodeSteps()
-    for size in sizes:
-        decodes.add(20, 20 * size, 20 * fixed + 20 * size * added)
-    found = decodes.added()
-    if len(set(sizes)) == 1:
-        assert found is None
-    elif found is not None:
-        assert found == pytest.approx(added, rel=1e-3, abs=1e-3 * fixed)
-
-
-def test_nobody_knows_what_a_sequence_adds_where_all_steps_have_as_many() -> None:
-    decodes = DecodeSteps()
-    for seconds in (1.0, 1.1, 0.9):
-        decodes.add(1000, 4000, seconds)
-    assert decodes.added() is None
 
 
 def tell_decode_steps(router: Router, engine: EngineState, added: float) -> None:

@@ -80,6 +80,8 @@ class FakeRunner:
         self.losing_copies = False
         self.allows_unanswered = False
         """Live sessions may compute their last token and sample none."""
+        self.row_seconds, self.run_seconds = 0.001, 0.0
+        """What encoding takes by row, and in a step whatever it encodes."""
         self.failing_items: set[bytes] = set()
         self.failing_sequences: set[int] = set()
         self.encoded: list[bytes] = []
@@ -122,7 +124,10 @@ class FakeRunner:
             for chunk in plan.scheduled
             if (token := self._compute(chunk, failed, broken)) is not None
         ]
-        seconds = {e.key: 0.001 * e.item.expansion.num_embeds for e in plan.encode}
+        shared = self.run_seconds / max(1, len(plan.encode))
+        seconds = {
+            e.key: shared + self.row_seconds * e.item.expansion.num_embeds for e in plan.encode
+        }
         return StepResult(
             token_ids=tuple(tokens),
             prompt_logprobs={s: scored for s, scored in prompt_logprobs.items() if scored},
