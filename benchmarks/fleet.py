@@ -67,6 +67,10 @@ ENGINE_OPTIONS = (
 )
 OUTPUT_TOKENS = 8
 PICTURES, CONVERSATION_TURNS, AGENT_TURNS = 24, 4, 6
+PAUSED = ("zipf", "agents")
+PAUSES = {"zipf": 0.02, "agents": 0.2, "new": 0.0}
+"""Seconds between a client's requests, on average, with which 8 clients keep two cores busy for
+most of the time: where nothing waits, any engine does."""
 SYSTEM_WORDS = {"zipf": 40, "agents": 300}
 BIG_BYTES = 10 << 20
 DECISIONS = 200
@@ -342,12 +346,14 @@ def routers_report(given: argparse.Namespace, engines: Engines, frontends: Front
         # Some requests at each engine, so that what it measures of itself is no first time.
         scripts = Scripts("agents", 2, AGENT_TURNS, 0.0, 999 - number, pictures)
         uvloop.run(run_scripts(frontends.urls["robin"], scripts))
+    pauses = PAUSES if given.pause is None else PAUSES | dict.fromkeys(PAUSED, given.pause)
     runs = {(workload, name): Runs() for workload in given.workloads for name in given.routers}
     for turn in range(given.rounds):
         for workload in given.workloads:
-            pause = 0.0 if workload == "new" else given.pause
             seed = 10 * (turn + 1) + WORKLOADS.index(workload)
-            scripts = Scripts(workload, given.clients, given.turns, pause, seed, pictures)
+            scripts = Scripts(
+                workload, given.clients, given.turns, pauses[workload], seed, pictures
+            )
             for step in range(len(given.routers)):
                 name = given.routers[(turn + step) % len(given.routers)]
                 engines.empty_caches()
@@ -365,7 +371,7 @@ def routers_report(given: argparse.Namespace, engines: Engines, frontends: Front
         notes=[
             f"{given.engines} engines of one thread, {given.clients} clients, {given.rounds} rounds"
             f" of {given.turns} requests a client, in turn; {given.size} JPEGs; pauses of"
-            f" {given.pause:g} s on average, none in new",
+            f" {', '.join(f'{pauses[name]:g} s in {name}' for name in given.workloads)} on average",
         ],
     )
     for (workload, name), done in runs.items():
@@ -570,10 +576,12 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--routers", nargs="+", choices=list(ROUTERS), default=list(ROUTERS))
     parser.add_argument("--engines", type=int, default=4)
     parser.add_argument("--clients", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--turns", type=int, default=8, help="requests of a client in a round")
-    parser.add_argument("--pause", type=float, default=0.02, help="seconds, on average")
-    parser.add_argument("--size", default="256", help="of pictures")
+    parser.add_argument(
+        "--pause", type=float, help="seconds, on average, in zipf and agents; default: 0.02, 0.2"
+    )
+    parser.add_argument("--size", default="512", help="of pictures")
     parser.add_argument("--repeats", type=int, default=60)
     parser.add_argument(
         "--renders", action="store_true", help="path: a front-end that renders, too"

@@ -55,6 +55,24 @@ def test_a_thread_that_others_wait_for_has_short_slices():
     assert inherited == after
 
 
+def test_the_thread_of_an_event_loop_gets_the_interpreter_early(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    switched: list[float] = []
+    monkeypatch.setattr(scheduling.sys, "setswitchinterval", switched.append)
+
+    def ask() -> tuple[int, int, int | None]:
+        scheduling.prefer_event_loop()
+        return seen()
+
+    def woken() -> tuple[int, int, int | None]:
+        scheduling.run_when_woken()
+        return seen()
+
+    assert in_own_thread(ask) == in_own_thread(woken)
+    assert switched == [scheduling.SWITCH_SECONDS]
+
+
 def test_a_thread_behind_others_keeps_its_priority_and_has_usual_slices():
     def ask() -> tuple[tuple[int, int, int | None], ...]:
         before = seen()
