@@ -155,7 +155,7 @@ class SchedulerConfig:
     max_num_batched_tokens: int = 2048
     """Token budget of one step; a chunk of prefill or one decode token per sequence draws on it."""
     max_encoder_tokens: int = 2048
-    """Encoder rows computed in one step; a larger item runs alone."""
+    """Most encoder rows computed in one step; a larger item runs alone."""
     max_queue: int = 1024
     """Waiting requests of one tenant beyond which a new one is refused with 429."""
     max_sessions: int = 128

@@ -16,10 +16,9 @@ requests that are first in line. So it is done only where it pays:
     the budget of one step
     no prompt is being computed  items of requests that wait for blocks or a place are prepared
 
-**Encoder runs of one step** are as many as its budget has rows for, and as are worth it
-(`EncoderRows`): where several items in one run take as long as one by one, the first in line is
-encoded alone. Its first token comes after its own run, not after those of all others, and what
-needs none waits for one run at most.
+Where several items in one run take about as long as one by one, as on a CPU, a step encodes fewer
+than its budget allows while others compute or wait (`EncodedRows`): the first in line has its first
+token after its own run, not after those of all others, and what needs no run waits for one.
 
 A prefetched output is held by no sequence. It leaves only when held outputs need its room, and is
 then encoded again by the chunk that needs it; nothing ever waits for a prefetch.
@@ -28,6 +27,7 @@ then encoded again by the chunk that needs it; nothing ever waits for a prefetch
 from __future__ import annotations
 
 import sys
+from collections import deque
 from collections.abc import Collection
 from enum import Enum
 from itertools import repeat
@@ -48,10 +48,13 @@ MAX_PREFETCHED_ITEMS = 64
 BROUGHT_ALONG = 3
 """Rows that are prefetched for each row that a step must encode. Even where items of one run share
 no cost, the first in line then waits at most so many times its own encoding."""
-FIXED_SHARE = 0.2
-"""Of the seconds of a step's encoder runs: that what they take whatever they encode may be."""
-SHORT_RUN_SECONDS = 0.01
-"""Encoder runs of one step that take no longer are not cut."""
+FIXED_TIMES = 4.0
+"""Seconds of encoding to each second that a step takes whatever it encodes."""
+SHORT_SECONDS = 0.01
+"""Rows that take no longer are encoded in one step."""
+KEPT_STEPS = 16
+TRIED = 2.5
+"""Times what a step encodes: with two items instead of one, or a few more of many."""
 
 
 EncodeOwners: TypeAlias = list[tuple[Request, range]]
@@ -188,7 +191,8 @@ class EncoderScheduler:
         item = sequence.request.items.get(key)
         if item is None:
             return Shortage.ITEM
-        if not step.encoder.affords(rows):
+        budget, live = step.encoder, sequence.request.session is not None
+        if rows > budget.room and not budget.affords(rows, live=live):
             return Shortage.ENCODER_BUDGET
         if self._encoder_cache.try_allocate(key, rows, sequence.seq_id) is None:
             return Shortage.ROOM
@@ -212,9 +216,11 @@ class EncoderScheduler:
             return False
         rows = request.features.rows(indices)
         total = sum(rows)
-        if total > step.encoder.left or not cache.try_allocate_many(keys, rows, sequence.seq_id):
+        live = request.session is not None
+        most = step.encoder.left if live else step.encoder.room
+        if total > most or not cache.try_allocate_many(keys, rows, sequence.seq_id):
             return False
-        step.encoder.spend(total)
+        step.encoder.spend(total, live=live)
         step.encode += map(EncodeItem, keys, items, repeat(request.encoder_adapter))
         step.encode_owners.append((request, indices))
         for index in request.reuse_stats.listed(indices):
@@ -285,7 +291,7 @@ class EncoderPrefetcher:
     def _exceeds_one_step(self, sequence: Sequence, step: StepPass) -> bool:
         """Whether the items still to encode are more than the encoder budget of one step."""
         features = sequence.request.features
-        if sequence.prefetch_from == len(features) or step.encoder.left <= 0:
+        if sequence.prefetch_from == len(features) or step.encoder.most <= 0:
             return False
         return sum(features.rows(self._candidates(sequence))) > step.encoder.rows
 
@@ -345,12 +351,12 @@ class StepPass:
         "tokens",
     )
 
-    def __init__(self, step_id: int, tokens: int, encoder_rows: int) -> None:
+    def __init__(self, step_id: int, tokens: int, encoder: EncoderBudget) -> None:
         self.step_id = step_id
         """Of the plan that the pass makes."""
         self.tokens = tokens
         """Token positions that can still be scheduled."""
-        self.encoder = EncoderBudget(encoder_rows)
+        self.encoder = encoder
         self.new: list[NewSequence] = []
         self.received: list[ReceivedOutput] = []
         self.encode: list[EncodeItem] = []
@@ -369,56 +375,81 @@ class StepPass:
         self, key: bytes, item: ProcessedItem, rows: int, request: Request, index: int
     ) -> None:
         """Encode `item`, for the feature `index` of a request."""
-        self.encoder.spend(rows)
+        self.encoder.spend(rows, live=request.session is not None)
         self.encode.append(EncodeItem(key, item, request.encoder_adapter))
         self.encode_owners.append((request, range(index, index + 1)))
 
 
-class EncoderRows:
-    """How many rows the encoder runs of one step should have, as measured.
+class EncodedRows:
+    """How many rows one step should encode, as measured; on a CPU alone, for others tell nothing.
 
-    So many that what a step takes whatever it encodes is a small part of it, or that it is short:
-    more would save little, and make all others wait. Where steps encode about the same for long,
-    that is forgotten, and one with more is tried again."""
+    So many that what a step takes whatever it encodes, its runs as all else that it computes, is a
+    small part of it, or that they are encoded soon: more would save little, and make others wait.
+    Where steps have encoded about the same for long nobody knows that any more, and one with about
+    twice as much is tried."""
 
     def __init__(self, most: int) -> None:
-        """`most`: that the configuration allows, and as many while costs are not known."""
-        self._costs = StepCosts()
-        self._most = self.value = most
+        """`most`: that the configuration allows, and as many until costs are known."""
+        self._encoding, self._all_else = StepCosts(), StepCosts()
+        self._others: deque[float] = deque(maxlen=KEPT_STEPS)
+        """What the last such steps took for all else."""
+        self._most = self.worth = most
+        self._known = False
 
-    def note(self, rows: int, seconds: float) -> None:
-        """A step took `seconds` to encode this."""
-        self._costs.add(1, rows, seconds)
-        fixed, added = self._costs.fixed(), self._costs.added()
-        self.value = self._most
-        if fixed is not None and added is not None and added > 0:
-            worth = max(SHORT_RUN_SECONDS, fixed * (1 / FIXED_SHARE - 1))
-            self.value = min(self._most, round(worth / added))
+    def note(self, rows: int, seconds: float, others: float) -> None:
+        """A step took `seconds` to encode this, and `others` for all else; what of that is computed
+        for the rows themselves is told apart."""
+        self._encoding.add(1, rows, seconds)
+        self._all_else.add(1, rows, others)
+        self._others.append(others)
+        fixed, added = self._encoding.fixed(), self._encoding.added()
+        tried = max(self.worth, round(TRIED * rows))
+        if fixed is None or added is None:
+            found = tried if self._known else self._most
+        elif added <= 0:  # rows seem to cost nothing
+            found = self._most
+        else:
+            all_else = min(self._all_else.fixed() or 0.0, *self._others)
+            worth = max(SHORT_SECONDS, (max(0.0, fixed) + max(0.0, all_else)) * FIXED_TIMES)
+            found = round(worth / added)
+        if self._known:  # what few steps tell may be wrong: it rises step by step
+            found = min(found, tried)
+        self._known = self._known or fixed is not None
+        self.worth = max(1, min(self._most, found))
 
 
 class EncoderBudget:
     """Encoder rows that one step may compute. An item with more rows than that runs alone."""
 
-    __slots__ = ("_untouched", "left", "rows")
+    __slots__ = ("_untouched", "_worth", "left", "room", "rows")
 
-    def __init__(self, rows: int) -> None:
-        self.rows = rows
-        self.left = rows
-        """Rows not spent; not above zero when the budget is used up."""
+    def __init__(self, rows: int, worth: int) -> None:
+        """`rows`: of the configuration; `worth`: after the first item, more of them save
+        nothing."""
+        self.rows = self.left = self.room = rows
+        """`left` is not spent, `room` may be for what is no live session's; neither is above zero
+        when the budget is used up."""
+        self._worth = worth
         self._untouched = True
 
-    def affords(self, rows: int) -> bool:
-        return rows <= self.left or self._untouched
+    def affords(self, rows: int, *, live: bool = False) -> bool:
+        """`live`: of a live session, whose frames wait for no turn as long as there is budget."""
+        return rows <= (self.left if live else self.room) or self._untouched
 
     @property
     def most(self) -> int:
         """Rows of the largest item that the budget affords."""
-        return sys.maxsize if self._untouched else self.left
+        return sys.maxsize if self._untouched else self.room
 
     @property
     def spent(self) -> int:
         return self.rows - self.left
 
-    def spend(self, rows: int) -> None:
+    def spend(self, rows: int, *, live: bool = False) -> None:
         self.left -= rows
+        if live:
+            self.room = min(self.room, self.left)
+        else:
+            self._worth -= rows
+            self.room = min(self._worth, self.left)
         self._untouched = False

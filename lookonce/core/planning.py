@@ -22,9 +22,10 @@ from lookonce.config import SchedulerConfig
 from lookonce.core.decode_shares import DecodeShares
 from lookonce.core.encoder_connector_state import EncoderConnectorState
 from lookonce.core.encoder_scheduling import (
+    EncodedRows,
     EncodeOwners,
+    EncoderBudget,
     EncoderPrefetcher,
-    EncoderRows,
     EncoderScheduler,
     Shortage,
     StepPass,
@@ -76,7 +77,8 @@ class Planner:
         self._max_num_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)
         """At most as many as a step has tokens, so that all of them can decode in one step."""
         self._max_tokens = config.max_num_batched_tokens
-        self.encoder_rows = EncoderRows(config.max_encoder_tokens)
+        self._max_encoder_rows = config.max_encoder_tokens
+        self.encoded_rows = EncodedRows(config.max_encoder_tokens)
         self.step_id = 0
         """Of the last plan; counts them."""
         self._was_stalled = False
@@ -175,7 +177,7 @@ class Planner:
         tokens = self._max_tokens
         if (most := shares.prompt_tokens) is not None:
             tokens = min(tokens, len(decodes) + most)
-        step = StepPass(self.step_id + 1, tokens, self.encoder_rows.value)
+        step = StepPass(self.step_id + 1, tokens, self._encoder_budget())
         if decodes:
             self._grow_decodes(decodes)
         first = self._plan_first(step) if fairness.starved else None
@@ -198,13 +200,19 @@ class Planner:
                 self._plan_prefills(first, step)
                 self._plan_admissions(step)
             self._was_stalled = step.stalled
-            if self._prefetcher is not None and not step.stalled and step.encoder.left > 0:
+            if self._prefetcher is not None and not step.stalled and step.encoder.most > 0:
                 self._prefetcher.plan(step)
         if shares.set_aside:
             self._plan_set_aside(step, step.scheduled[num_decodes:])
         if step.starved or fairness.starved:
             fairness.note_starved(step.starved, ended)
         return step
+
+    def _encoder_budget(self) -> EncoderBudget:
+        """All that the configuration allows, but beside others no more than is worth it."""
+        rows, queues = self._max_encoder_rows, self._queues
+        alone = queues.num_computing + len(queues.waiting) == 1
+        return EncoderBudget(rows, rows if alone else self.encoded_rows.worth)
 
     def _ended_prompts(self) -> list[Sequence]:
         """Sequences whose prompt ends in the step under way."""
@@ -403,8 +411,8 @@ class PlanNotes(msgspec.Struct, frozen=True, gc=False):
     """The requests that its items are encoded for."""
     encodes_from: float
     """When it was made, if it encodes anything."""
-    encoder_rows: int
-    """That it encodes."""
+    encoded_rows: int
+    """By its encoder runs."""
     encoding: list[tuple[bytes, int]]
     """(key, rows) that it encodes and that external tiers are to keep."""
 

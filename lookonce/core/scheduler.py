@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from lookonce.config import SchedulerConfig
 from lookonce.core.decode_runs import DecodeRuns
 from lookonce.core.encoder_connector_state import EncoderConnectorState
-from lookonce.core.encoder_scheduling import EncoderRows
+from lookonce.core.encoder_scheduling import EncodedRows
 from lookonce.core.frame_digests import FrameDigests
 from lookonce.core.kv_connector_state import KVConnectorState
 from lookonce.core.mm_features import FrameInputs
@@ -102,7 +102,7 @@ class Scheduler:
         self._update = UpdateFromOutput(
             state,
             self._sessions,
-            self._planner.encoder_rows,
+            self._planner.encoded_rows,
             self._kv_connector,
             self._encoder_connector,
         )
@@ -408,13 +408,13 @@ class UpdateFromOutput:
         self,
         state: SchedulerState,
         sessions: Sessions,
-        encoder_rows: EncoderRows,
+        encoded_rows: EncodedRows,
         kv_connector: KVConnectorState | None,
         encoder_connector: EncoderConnectorState | None = None,
     ) -> None:
         self._state = state
         self._sessions = sessions
-        self._encoder_rows = encoder_rows
+        self._encoded_rows = encoded_rows
         self._kv_connector = kv_connector
         self._encoder_connector = encoder_connector
 
@@ -424,7 +424,7 @@ class UpdateFromOutput:
         """Update all sequences of `plan` except those that have ended, or been preempted, since it
         was made. `is_ahead`: another plan was made since."""
         if plan.encode or result.lost_copies:
-            self._update_encodings(plan, result, notes)
+            self._update_encodings(plan, result, notes, is_ahead=is_ahead)
         if result.failed_items or result.failed_sequences:
             self._end_failed(plan, result)
         if result.prompt_logprobs:
@@ -478,12 +478,16 @@ class UpdateFromOutput:
         plan: StepPlan,
         result: StepResult,
         notes: PlanNotes,
+        *,
+        is_ahead: bool,
     ) -> None:
         encodes_from = notes.encodes_from
         encode_seconds = sum(result.encode_seconds.values())
         encodes_to = encodes_from + encode_seconds
-        if len(result.encode_seconds) == len(plan.encode) > 0:  # none failed
-            self._encoder_rows.note(notes.encoder_rows, encode_seconds)
+        in_turn = result.device_seconds is None and not is_ahead
+        if in_turn and len(result.encode_seconds) == len(plan.encode) > 0:  # none failed
+            others = self._state.clock() - encodes_to
+            self._encoded_rows.note(notes.encoded_rows, encode_seconds, others)
         encoder_cache, encode_owners = self._state.encoder_cache, notes.encode_owners
         owners = ((r.reuse_stats, index) for r, indices in encode_owners for index in indices)
         for encoded, (stats, index) in zip(plan.encode, owners, strict=True):

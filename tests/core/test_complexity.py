@@ -138,7 +138,7 @@ def test_a_chunk_costs_the_same_with_32_times_the_items(
     counts = {n: count_operations(long.step) for n, long in prefilling.items()}
     assert len(prefilling[LARGE].last.scheduled[0].embeds) == 16
     assert counts[LARGE] <= 1.05 * counts[SMALL]
-    assert counts[SMALL] < 4_600
+    assert counts[SMALL] < 4_700
 
 
 def test_a_chunk_allocates_the_same_with_32_times_the_items(

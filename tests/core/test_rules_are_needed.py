@@ -325,7 +325,7 @@ RULES: dict[str, tuple[Workload, list[Patch]]] = {
     ),
     "the encoder budget holds": (
         two_items_above_one_encoder_budget,
-        [(EncoderBudget, "affords", lambda *_: True)],
+        [(EncoderBudget, "affords", lambda *_, **__: True)],
     ),
     "unsplittable items are not cut": (
         pictures_that_must_stay_whole,

@@ -82,6 +82,7 @@ class FakeRunner:
         """Live sessions may compute their last token and sample none."""
         self.row_seconds, self.run_seconds = 0.001, 0.0
         """What encoding takes by row, and in a step whatever it encodes."""
+        self.device_seconds: tuple[tuple[int, float], ...] | None = None
         self.failing_items: set[bytes] = set()
         self.failing_sequences: set[int] = set()
         self.encoded: list[bytes] = []
@@ -136,6 +137,7 @@ class FakeRunner:
             failed_sequences=broken,
             lost_copies=tuple(lost_copies),
             encode_seconds={k: s for k, s in seconds.items() if k not in failed},
+            device_seconds=self.device_seconds,
         )
 
     def _learn(self, new: NewSequence) -> None:
