@@ -341,6 +341,7 @@ class Runs:
 
 def routers_report(given: argparse.Namespace, engines: Engines, frontends: Frontends) -> Report:
     """Each round runs every workload with every rule; its runs are told on standard error."""
+    run_when_woken()  # clients elsewhere would not wait for a core of these machines
     pictures = PictureSource(given.size)
     for number in range(given.engines):
         # Some requests at each engine, so that what it measures of itself is no first time.
@@ -434,6 +435,7 @@ def path_report(
 
     The one server gets every new picture, and each engine of the fleet some of them. So the fleet
     is compared with one of its own engines, asked without the front-end, too."""
+    run_when_woken()  # as of `routers_report`
     report = Report(
         "fleet (path)",
         ("what", "one server", *("fleet", "rendering")[: len(fleets)]),
@@ -589,7 +591,6 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--json", type=Path)
     given = parser.parse_args(arguments)
     set_environment()
-    gc.disable()  # of this process: clients elsewhere would not wait for it
     reports: list[Report] = []
     if "decision" in given.parts:
         reports.append(decision_report(given.engines))
@@ -600,6 +601,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _served_reports(given: argparse.Namespace) -> list[Report]:
+    gc.disable()  # of this process: clients elsewhere would not wait for it
     found: list[Report] = []
     with ExitStack() as stack:
         model: Any = given.model
@@ -607,7 +609,6 @@ def _served_reports(given: argparse.Namespace) -> list[Report]:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             model = str(make_folder("qwen2_5_vl", folder / "bench", scale="8m"))
         engines = stack.enter_context(running_engines(model, given.engines))
-        run_when_woken()  # clients elsewhere would not wait for a core of these machines
         if "path" in given.parts:
             ways = ("price", f"renders={model}") if given.renders else ("price",)
             with running_server([model, *ENGINE_OPTIONS]) as alone, ExitStack() as opened:

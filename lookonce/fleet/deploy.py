@@ -276,8 +276,8 @@ class FrontendReplica:
 
     def _run(self) -> None:
         """A thread and an event loop of its own: Ray's work does not delay clients."""
-        prefer_event_loop()
         try:
+            prefer_event_loop()
             uvloop.run(self._serve())
         except BaseException as error:
             self._failure = error
@@ -329,8 +329,8 @@ class FrontendReplica:
             if owner is not None:
                 stack.callback(owner.close)
             self._address = "{}:{}".format(*listener.getsockname()[:2])
-            self._started.set()
             settle_memory()
+            self._started.set()
             await self._server.serve(sockets=[listener])
         fleet.close()
 

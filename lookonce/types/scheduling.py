@@ -29,7 +29,7 @@ def run_when_woken() -> None:
 
 def prefer_event_loop() -> None:
     """To be called by the thread that runs a server's event loop: it goes on at once when it wakes
-    up (`run_when_woken`), and other threads of the process leave it the interpreter early."""
+    up (`run_when_woken`), and every thread of the process leaves others the interpreter early."""
     run_when_woken()
     sys.setswitchinterval(SWITCH_SECONDS)
 
