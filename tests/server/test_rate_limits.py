@@ -354,6 +354,28 @@ def test_answers_are_limited(on_site, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("route", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "recite this to me"}]}),
+        ("/v1/completions", {"prompt": "recite this to me"}),
+    ],
+)
+def test_what_is_rendered_is_no_more_than_may_be_generated(on_site, tmp_path, route, body):
+    async def scenario(site):
+        refused = await site.client.post(f"{route}/render", json={**body, "max_tokens": 9})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "max_tokens")
+        for asked, most in (({}, 8), ({"max_tokens": 5}, 5)):
+            rendered = await site.client.post(f"{route}/render", json=body | asked)
+            site.renderer.rendered.clear()  # what is rendered for others is not pinned here
+            assert rendered.json()["sampling_params"]["max_tokens"] == most
+            answer = await site.client.post("/inference/v1/generate", json=rendered.json())
+            assert answer.status_code == 200, answer.text
+            assert site.engine.samplings[-1].max_tokens == most
+
+    limited_site(on_site, tmp_path, scenario, "[default]\nmax_tokens = 8")
+
+
+@pytest.mark.parametrize(
     ("route", "body", "name"),
     [
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}, "max_tokens"),

@@ -24,10 +24,10 @@ from lookonce.frontend.requests import (
     TokenizeRequest,
 )
 from lookonce.frontend.responses import Prompt, Tokens
-from lookonce.frontend.sampling_params import completion_sampling, names_limit
+from lookonce.frontend.sampling_params import completion_sampling, limit_name, names_limit
 from lookonce.frontend.tools.calls import tool_calling
 from lookonce.server.http.api_keys import Principal
-from lookonce.server.http.body import receive
+from lookonce.server.http.body import receive, renaming_errors
 from lookonce.server.http.responses import encode, json_response, while_connected
 from lookonce.server.rate_limits import RequestUsage, count_media
 from lookonce.server.routes.chat import (
@@ -79,6 +79,7 @@ async def render_chat(request: Request) -> Response:
     sampling, tools = checked_chat(body, services)
     request_id = request_id_of(request, body.request_id)
     usage: RequestUsage = request.state.usage
+    sampling = _limited(usage, body, sampling)
     usage.take_media(count_media(body.messages))
     usage.take_tokens(0, 1)  # how many there will be is not known
     answers = AnswerReaders(tools, services.reasoning, services.renderer)
@@ -125,6 +126,7 @@ async def render_completion(request: Request) -> Response:
     prompts = list(named_prompts(body.prompt).values())
     single = isinstance(body.prompt, str) or isinstance(body.prompt[0], int)
     usage: RequestUsage = request.state.usage
+    sampling = _limited(usage, body, sampling)
     usage.take_tokens(0, 1)  # how many there will be is not known
 
     async def render() -> list[RenderedBody]:
@@ -147,6 +149,16 @@ async def render_completion(request: Request) -> Response:
     if single:
         return json_response(answers[0])
     return Response(b"[" + b",".join(map(encode, answers)) + b"]", media_type="application/json")
+
+
+def _limited(
+    usage: RequestUsage, body: GenerationFields, sampling: SamplingParams
+) -> SamplingParams:
+    """With no more tokens than the key may have, for what generates from this is limited, too.
+    Raises `BadRequestError` where more are asked for."""
+    with renaming_errors(lambda _: limit_name(body)):
+        most = usage.limit_answer(sampling.max_tokens, asked=names_limit(body))
+    return msgspec.structs.replace(sampling, max_tokens=most)
 
 
 def _body(
