@@ -51,7 +51,7 @@ RENDERED_ROUTES = [route for route in ROUTES if route.path in PATHS]
 STORING_PATH = "/v1/responses"
 COMPLETIONS_PATH = "/v1/completions"
 ANTHROPIC_PATH = "/v1/messages"
-"""It has neither `cache_salt` nor `mm_processor_kwargs`: such fields are passed over."""
+"""It has no `mm_processor_kwargs`: such a field is passed over."""
 UNCARRIED = re.compile(
     rb'"(?:uuid|video_url|input_video|file_data|file_id|input_file|document|item_reference)"'
 )
@@ -267,15 +267,15 @@ class Rendering:
         if found is None:
             return False
         served, fields = found
-        salted = scope["path"] != ANTHROPIC_PATH
+        has_kwargs = scope["path"] != ANTHROPIC_PATH
         request = ClientRequest(
             headers=[
                 *[each for each in headers if each[0] not in DROPPED_HEADERS],
                 (b"content-type", b"application/json"),
             ],
             stream=bool(fields.stream),
-            cache_salt=fields.cache_salt if salted else None,
-            mm_processor_kwargs=fields.mm_processor_kwargs if salted else None,
+            cache_salt=fields.cache_salt,
+            mm_processor_kwargs=fields.mm_processor_kwargs if has_kwargs else None,
             session=dict(headers).get(b"x-session-id", b"").decode("latin-1")
             or fields.prompt_cache_key,
             limit_asked=fields.limit_asked,

@@ -117,6 +117,8 @@ class CountTokensRequest(msgspec.Struct, kw_only=True):
     cache_control: Any = None
     chat_template_kwargs: dict[str, Any] | None = None
     """vLLM's: variables of the chat template, which come before those of `thinking`."""
+    cache_salt: str | None = None
+    """As of a chat: only requests with the same one find what this one leaves in the caches."""
 
     def asked_controls(self) -> dict[str, Any]:
         """How much the model thinks and says, by the request's names."""
@@ -214,7 +216,10 @@ async def count_tokens(request: Request) -> Response:
     with _own_names(read):
         _, tools = checked_chat(body, services)
         work = services.readonly.render_chat(
-            body.messages, tenant=principal.tenant, options=chat_options(body, tools)
+            body.messages,
+            tenant=principal.tenant,
+            cache_salt=body.cache_salt,
+            options=chat_options(body, tools),
         )
         rendered = await while_connected(request.receive, work)
     services.readonly.release(rendered)
@@ -249,6 +254,7 @@ def _chat_request(asked: CountTokensRequest, read: ReadInput) -> ChatRequest:
         parallel_tool_calls=parallel,
         response_format=_format(asked.output_config),
         chat_template_kwargs=asked.chat_template_kwargs,
+        cache_salt=asked.cache_salt,
         add_generation_prompt=not continues,
         continue_final_message=continues,
     )

@@ -103,6 +103,21 @@ def stream_events(text):
     return [json.loads(block.partition("data: ")[2]) for block in text.split("\n\n") if block]
 
 
+def test_a_salt_divides_the_tenant(on_site):
+    async def scenario(site):
+        headers = {"Authorization": "Bearer k1"}
+        salted = {**HELLO, "cache_salt": "pepper"}
+        await site.client.post("/v1/messages", json=salted, headers=headers)
+        assert site.engine.prompts[-1].scope == b"acme/pepper"
+        refused = await site.client.post(
+            "/v1/messages", json={**HELLO, "cache_salt": 5}, headers=headers
+        )
+        assert refused.status_code == 400
+        assert "cache_salt" in refused.json()["error"]["message"]
+
+    on_site(scenario, api_key=("acme:k1",))
+
+
 def test_a_stream_has_a_block_for_text_and_one_for_each_call(on_site):
     async def scenario(site):
         calling(site)
