@@ -381,7 +381,7 @@ class StepPass:
 
 
 class EncodedRows:
-    """How many rows one step should encode, as measured; on a CPU alone, for others tell nothing.
+    """How many rows one step should encode, as measured. Accelerators do not tell, and are not cut.
 
     So many that what a step takes whatever it encodes, its runs as all else that it computes, is a
     small part of it, or that they are encoded soon: more would save little, and make others wait.
