@@ -67,7 +67,6 @@ ENGINE_OPTIONS = (
 )
 OUTPUT_TOKENS = 8
 PICTURES, CONVERSATION_TURNS, AGENT_TURNS = 24, 4, 6
-PAUSED = ("zipf", "agents")
 PAUSES = {"zipf": 0.02, "agents": 0.2, "new": 0.0}
 """Seconds between a client's requests, on average, with which 8 clients keep two cores busy for
 most of the time: where nothing waits, any engine does."""
@@ -347,7 +346,9 @@ def routers_report(given: argparse.Namespace, engines: Engines, frontends: Front
         # Some requests at each engine, so that what it measures of itself is no first time.
         scripts = Scripts("agents", 2, AGENT_TURNS, 0.0, 999 - number, pictures)
         uvloop.run(run_scripts(frontends.urls["robin"], scripts))
-    pauses = PAUSES if given.pause is None else PAUSES | dict.fromkeys(PAUSED, given.pause)
+    pauses = PAUSES
+    if given.pause is not None:
+        pauses = {name: given.pause if usual else usual for name, usual in PAUSES.items()}
     runs = {(workload, name): Runs() for workload in given.workloads for name in given.routers}
     for turn in range(given.rounds):
         for workload in given.workloads:
@@ -580,9 +581,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--turns", type=int, default=8, help="requests of a client in a round")
-    parser.add_argument(
-        "--pause", type=float, help="seconds, on average, in zipf and agents; default: 0.02, 0.2"
-    )
+    usual = ", ".join(f"{pause:g} in {name}" for name, pause in PAUSES.items() if pause)
+    parser.add_argument("--pause", type=float, help=f"seconds, on average; default: {usual}")
     parser.add_argument("--size", default="512", help="of pictures")
     parser.add_argument("--repeats", type=int, default=60)
     parser.add_argument(

@@ -389,11 +389,12 @@ class EncodedRows:
     twice as much is tried."""
 
     def __init__(self, most: int) -> None:
-        """`most`: that the configuration allows, and as many until costs are known."""
+        """`most`: that the configuration allows, and as many as are worth it until costs are
+        known."""
         self._encoding, self._all_else = StepCosts(), StepCosts()
         self._others: deque[float] = deque(maxlen=KEPT_STEPS)
         """What the last such steps took for all else."""
-        self._most = self.worth = most
+        self.most = self.worth = most
         self._known = False
 
     def note(self, rows: int, seconds: float, others: float) -> None:
@@ -405,9 +406,9 @@ class EncodedRows:
         fixed, added = self._encoding.fixed(), self._encoding.added()
         tried = max(self.worth, round(TRIED * rows))
         if fixed is None or added is None:
-            found = tried if self._known else self._most
+            found = tried if self._known else self.most
         elif added <= 0:  # rows seem to cost nothing
-            found = self._most
+            found = self.most
         else:
             all_else = min(self._all_else.fixed() or 0.0, *self._others)
             worth = max(SHORT_SECONDS, (max(0.0, fixed) + max(0.0, all_else)) * FIXED_TIMES)
@@ -415,7 +416,7 @@ class EncodedRows:
         if self._known:  # what few steps tell may be wrong: it rises step by step
             found = min(found, tried)
         self._known = self._known or fixed is not None
-        self.worth = max(1, min(self._most, found))
+        self.worth = max(1, min(self.most, found))
 
 
 class EncoderBudget:

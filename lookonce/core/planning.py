@@ -77,7 +77,6 @@ class Planner:
         self._max_num_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)
         """At most as many as a step has tokens, so that all of them can decode in one step."""
         self._max_tokens = config.max_num_batched_tokens
-        self._max_encoder_rows = config.max_encoder_tokens
         self.encoded_rows = EncodedRows(config.max_encoder_tokens)
         self.step_id = 0
         """Of the last plan; counts them."""
@@ -210,9 +209,9 @@ class Planner:
 
     def _encoder_budget(self) -> EncoderBudget:
         """All that the configuration allows, but beside others no more than is worth it."""
-        rows, queues = self._max_encoder_rows, self._queues
+        rows, queues = self.encoded_rows, self._queues
         alone = queues.num_computing + len(queues.waiting) == 1
-        return EncoderBudget(rows, rows if alone else self.encoded_rows.worth)
+        return EncoderBudget(rows.most, rows.most if alone else rows.worth)
 
     def _ended_prompts(self) -> list[Sequence]:
         """Sequences whose prompt ends in the step under way."""

@@ -267,7 +267,7 @@ class Rendering:
         if found is None:
             return False
         served, fields = found
-        has_kwargs = scope["path"] != ANTHROPIC_PATH
+        kwargs = None if scope["path"] == ANTHROPIC_PATH else fields.mm_processor_kwargs
         request = ClientRequest(
             headers=[
                 *[each for each in headers if each[0] not in DROPPED_HEADERS],
@@ -275,7 +275,7 @@ class Rendering:
             ],
             stream=bool(fields.stream),
             cache_salt=fields.cache_salt,
-            mm_processor_kwargs=fields.mm_processor_kwargs if has_kwargs else None,
+            mm_processor_kwargs=kwargs,
             session=dict(headers).get(b"x-session-id", b"").decode("latin-1")
             or fields.prompt_cache_key,
             limit_asked=fields.limit_asked,
