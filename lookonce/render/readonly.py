@@ -166,6 +166,11 @@ class ReadOnlyRenderer(Renderer):
             return []
         return list(largest_media(self._family, self._media, max_tokens))
 
+    async def prove_sizes(self) -> None:
+        """See `MediaResolver.prove_sizes`."""
+        if self._resolver is not None and "image" in self.modalities:
+            await self._resolver.prove_sizes()
+
     def forget(self) -> None:
         """Empty the memory and set the counts to zero."""
         self._memory.clear()

@@ -53,7 +53,7 @@ async def warming_up(
     Requests are sent to the routes that `app` has. `on_done` is called at the end.
     """
     services.warming = hold_ready and services.warmup_renderer is not None
-    task = asyncio.create_task(warm_up(services, app))
+    task = asyncio.create_task(_prove_and_warm_up(services, app))
     task.add_done_callback(lambda done: None if done.cancelled() else on_done())
     try:
         yield
@@ -61,6 +61,14 @@ async def warming_up(
         task.cancel()
         with suppress(asyncio.CancelledError):
             await task
+
+
+async def _prove_and_warm_up(services: Services, app: Starlette) -> None:
+    try:
+        await services.readonly.prove_sizes()
+    except Exception:  # it is tried again with the first picture
+        logger.warning("tokens of pictures could not be tried out", exc_info=True)
+    await warm_up(services, app)
 
 
 async def warm_up(services: Services, app: Starlette) -> None:

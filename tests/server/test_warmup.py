@@ -18,7 +18,10 @@ from lookonce.server.tracing import FinishedTrace, Tracer
 from lookonce.server.warmup import warm_up, warming_up
 from lookonce.types.counts import Counts
 from lookonce.types.limits import Limits, TenantLimits
+from tests.support.drawing import image_part
+from tests.support.model.cases import picture
 from tests.support.nodes import engine_node, render_node, run
+from tests.support.server.media import chat
 
 
 @pytest.fixture
@@ -136,6 +139,19 @@ def test_ready_says_no_until_it_is_done_and_again_is_the_same(folder):
                     assert (await node.http.get("/health")).status_code == 200
                     await done.wait()
                     assert (await node.http.get("/ready")).status_code == 200
+
+    run(scenario())
+
+
+def test_the_first_picture_whose_tokens_are_asked_for_waits_for_no_proof(folder):
+    async def scenario():
+        async with engine_node(folder("qwen2_5_vl")) as node, stage(node) as (_, app):
+            done = asyncio.Event()
+            async with warming_up(node.services, app, done.set):
+                await done.wait()
+            node.pool.jobs.clear()
+            await node.ok("/tokenize", chat(image_part(picture(1))))
+            assert not node.pool.jobs
 
     run(scenario())
 

@@ -213,7 +213,7 @@ class ExpansionsBySize:
         size = upright_size(data)
         if size is None or max(size) > MAX_SIDE_RATIO * min(size):
             return None
-        return self._say(size, options) if await self._is_proven(options) else None
+        return self._say(size, options) if await self.is_proven(options) else None
 
     def _say(self, size: Size, options: Options) -> Expansion | None:
         try:
@@ -221,7 +221,7 @@ class ExpansionsBySize:
         except LookOnceError:
             return None
 
-    async def _is_proven(self, options: Options) -> bool:
+    async def is_proven(self, options: Options) -> bool:
         """Tried out once for each options; again where the workers had no time for it."""
         name = msgspec.json.encode(options, order="deterministic")
         proof = self._proofs.get(name)

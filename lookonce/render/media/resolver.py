@@ -314,6 +314,24 @@ class MediaResolver:
             turns=self._turns,
         )
 
+    async def prove_sizes(self) -> None:
+        """Try out now what the family says of pictures by their sizes: with the options of most
+        requests the first picture need not wait for it."""
+        if self._sizes is not None:
+            await self._sizes.is_proven(self._options({"image"}, {})["image"])
+
+    def _options(
+        self, modalities: Collection[Modality], kwargs: Mapping[str, object]
+    ) -> dict[Modality, Options]:
+        """Of the items of a prompt that has media of these modalities."""
+        return {
+            m: {
+                **self._family.item_options(m, kwargs),
+                **self._family.options_beside(m, modalities),
+            }
+            for m in modalities
+        }
+
     async def resolve(
         self,
         sources: Sequence[MediaSource],
@@ -328,14 +346,7 @@ class MediaResolver:
         Raises a `RequestError` that names the part; then, as when cancelled, no pin is left.
         """
         modalities = {source.modality for source in sources}
-        options: dict[Modality, Options] = {
-            m: {
-                **self._family.item_options(m, kwargs),
-                **self._family.options_beside(m, modalities),
-            }
-            for m in modalities
-        }
-        prompt = _Prompt(scope, options, tenant)
+        prompt = _Prompt(scope, self._options(modalities, kwargs), tenant)
         try:
             items = await self._resolve_all(sources, prompt)
         except BaseException:
